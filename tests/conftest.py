@@ -1,0 +1,83 @@
+"""A pico Llama with a tokenizer of its own, made once per run; no network, no real model."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+WORDS = (
+    "the a one two tree house river stone light water runs stands falls turns over under and or "
+    "small large old new quick slow green blue with without from into"
+).split()
+
+
+def sample_text(words: int, seed: int) -> str:
+    """Deterministic word salad with sentence marks."""
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(0, len(WORDS), (words,), generator=generator).tolist()
+    pieces = [WORDS[pick] + (". " if index % 9 == 8 else " ") for index, pick in enumerate(picks)]
+    return "".join(pieces)
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    """One text of about 5,000 tokens."""
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(sample_text(4000, seed=0))
+    return path
+
+
+@pytest.fixture(scope="session")
+def documents_file(tmp_path_factory) -> Path:
+    """40 documents of about 100 tokens each, as jsonl."""
+    path = tmp_path_factory.mktemp("documents") / "documents.jsonl"
+    rows = (json.dumps({"text": sample_text(80, seed=index)}) for index in range(1, 41))
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def train_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 300 tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([sample_text(2000, seed=99)], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+
+
+@pytest.fixture(scope="session")
+def pico_llama(tmp_path_factory) -> Path:
+    """A folder with a 3-layer random Llama (tied embeddings, sharp weights) and its tokenizer."""
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.2,  # so that logits and gates are far from flat
+    )
+    folder = tmp_path_factory.mktemp("pico") / "pico-llama"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
