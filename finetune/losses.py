@@ -1,0 +1,114 @@
+"""KL and cross-entropy over a large vocabulary, a chunk of tokens at a time.
+
+Shapes: n tokens, d hidden size, v vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """What the loss of one token is: `kl * temperature^2 * KL_T + cross_entropy * CE`, in nats."""
+
+    kl: float
+    cross_entropy: float
+    temperature: float
+
+
+def loss_sums(
+    hidden: torch.Tensor,
+    head: nn.Module,
+    labels: torch.Tensor,
+    teacher_hidden: torch.Tensor | None,
+    teacher_head: nn.Module | None,
+    weights: LossWeights,
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over tokens of the loss and of its parts.
+
+    Logits exist for `chunk` tokens at a time. The gradient is taken chunk by chunk in the forward
+    pass (the loss is a plain sum, so it only has to be scaled later), which needs no second pass
+    through the heads, as in Liger Kernel (arXiv 2410.10989).
+
+    Args:
+        hidden, teacher_hidden: (n, d) what the heads read; no teacher, no KL.
+        head, teacher_head: modules from (n, d) to logits (n, v).
+        labels: int64 (n), the token that follows each position.
+
+    Returns:
+        The weighted sum (scalar, differentiable in `hidden` and the parameters of `head`), and the
+        unweighted sums (3): KL at the temperature, cross-entropy, the teacher's cross-entropy.
+    """
+
+    def chunk_loss(part: slice, piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        teacher = None
+        if teacher_hidden is not None and teacher_head is not None:
+            with torch.no_grad():
+                teacher = _logits(teacher_head, teacher_hidden[part])
+        return _token_losses(_logits(head, piece), teacher, labels[part], weights)
+
+    parameters = [p for p in head.parameters() if p.requires_grad]
+    train = torch.is_grad_enabled()
+    return _ChunkedSum.apply(chunk_loss, chunk, train, hidden, *parameters)
+
+
+def _logits(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    logits = head(hidden)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _token_losses(
+    student: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor, weights: LossWeights
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (n, v), (n, v) and labels (n) to the weighted sum and the three sums."""
+    cross_entropy = F.cross_entropy(student, labels, reduction="sum")
+    kl = teacher_cross_entropy = torch.zeros_like(cross_entropy)
+    if teacher is not None:
+        heat = weights.temperature
+        log_student, log_teacher = (F.log_softmax(x / heat, -1) for x in (student, teacher))
+        kl = F.kl_div(log_student, log_teacher, reduction="sum", log_target=True)
+        teacher_cross_entropy = F.cross_entropy(teacher, labels, reduction="sum")
+    loss = weights.kl * weights.temperature**2 * kl + weights.cross_entropy * cross_entropy
+    return loss, torch.stack([kl, cross_entropy, teacher_cross_entropy]).detach()
+
+
+class _ChunkedSum(torch.autograd.Function):
+    """Sum `chunk_loss` over chunks of the rows of `hidden`, its gradient taken along the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        chunk_loss: Callable[[slice, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        chunk: int,
+        train: bool,
+        hidden: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        total, parts = hidden.new_zeros((), dtype=dtype), hidden.new_zeros(3, dtype=dtype)
+        gradients = [torch.zeros_like(x) for x in (hidden, *parameters)] if train else []
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            with torch.set_grad_enabled(train):
+                piece = hidden[part].detach().requires_grad_(train)
+                loss, terms = chunk_loss(part, piece)
+            if train:
+                first, *rest = torch.autograd.grad(loss, [piece, *parameters])
+                gradients[0][part] = first
+                for sum_, gradient in zip(gradients[1:], rest, strict=True):
+                    sum_ += gradient
+            total += loss.detach()
+            parts += terms
+        ctx.save_for_backward(*gradients)
+        ctx.mark_non_differentiable(parts)
+        return total, parts
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Any) -> tuple[Any, ...]:
+        return None, None, None, *(outputs[0] * gradient for gradient in ctx.saved_tensors)

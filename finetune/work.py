@@ -1,0 +1,59 @@
+"""The folder beside the result that holds a run in progress: settings, packed text, checkpoints.
+
+It appears whole or not at all, and serves only the run whose settings it records.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import get_last_checkpoint
+
+from bilinearize.finetune.data import save_windows
+from bilinearize.model.checkpoint import atomic_folder
+from bilinearize.model.errors import InputError
+
+SETTINGS = "settings.json"
+CHECKPOINTS = "checkpoints"
+HISTORY = "log.jsonl"
+
+
+def work_folder(out: Path) -> Path:
+    """Where the run that makes `out` keeps its state."""
+    return out.with_name(out.name + ".work")
+
+
+def check_work(work: Path, settings: dict[str, Any]) -> bool:
+    """Whether `work` is there to go on from.
+
+    Raises:
+        InputError: if it belongs to other settings (the first that differs is named) or is no work
+            folder at all.
+    """
+    if not work.exists():
+        return False
+    if not (work / SETTINGS).is_file():
+        raise InputError(f"{work}: no work folder of a finetune; move it or name another result.")
+    recorded = json.loads((work / SETTINGS).read_text())
+    for name in {**recorded, **settings}:
+        before, now = recorded.get(name), settings.get(name)
+        if before != now:
+            raise InputError(
+                f"{work}: made with {name} {before!r}, not {now!r}; "
+                "repeat the settings to go on from it, or remove it to start afresh."
+            )
+    return True
+
+
+def make_work(work: Path, settings: dict[str, Any], windows: torch.Tensor) -> None:
+    """Write a new work folder, whole or not at all."""
+    with atomic_folder(work) as partial:
+        save_windows(partial, windows)
+        (partial / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def last_checkpoint(work: Path) -> str | None:
+    """The newest checkpoint. The trainer gives a folder its name only when it is whole."""
+    folder = work / CHECKPOINTS
+    return get_last_checkpoint(str(folder)) if folder.is_dir() else None

@@ -1,0 +1,48 @@
+"""Finetunes in a process of its own: `python job.py JSON`, a list of arguments of `finetune`.
+
+`"kill_after": n` kills the process with SIGKILL when step n is done, `"kill_in_save": n` in the
+middle of writing the checkpoint of step n; `"interrupt_after": n` ends only that finetune.
+"""
+
+import json
+import os
+import signal
+import sys
+
+from bilinearize.finetune.run import finetune
+from bilinearize.finetune.trainer import HistoryFile, RecoveryTrainer
+
+EVENTS = ("kill_after", "kill_in_save", "interrupt_after")
+
+
+class Interrupt(Exception):
+    """Ends one finetune."""
+
+
+def plant(event: dict[str, int]) -> None:
+    """Make the event happen in the next finetune."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == event.get("kill_after"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.global_step == event.get("interrupt_after"):
+            raise Interrupt
+
+    def _save_rng_state(self, output_dir):
+        if self.state.global_step == event.get("kill_in_save"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        save_rng_state(self, output_dir)
+
+    HistoryFile.on_step_begin = on_step_begin
+    RecoveryTrainer._save_rng_state = _save_rng_state
+
+
+save_rng_state = RecoveryTrainer._save_rng_state
+
+if __name__ == "__main__":
+    for job in json.loads(sys.argv[1]):
+        plant({name: job.pop(name) for name in EVENTS if name in job})
+        try:
+            finetune(**job)
+        except Interrupt:
+            print("interrupted", flush=True)
