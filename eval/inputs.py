@@ -1,0 +1,151 @@
+"""What an evaluation needs: models loaded whole, one tokenizer, windows, and that they fit."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers.modeling_utils import PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from bilinearize.model.checkpoint import load_causal_lm, load_tokenizer
+from bilinearize.model.errors import InputError
+from bilinearize.model.text import pack_windows, read_documents
+
+
+def read_windows(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    text_column: str,
+    split: str,
+    window: int,
+    tokens: int | None,
+    bos: str,
+) -> torch.Tensor:
+    """The windows of a text source: int64 (windows, window).
+
+    Raises:
+        InputError: as `read_documents` and `pack_windows` do.
+    """
+    documents = read_documents(text, text_column, split)
+    return pack_windows(documents, tokenizer, window, tokens, bos, name=text)
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of the whole tokenizer where it is a fast one, else of its vocabulary."""
+    if tokenizer.is_fast:
+        content = tokenizer.backend_tokenizer.to_str()
+    else:
+        content = json.dumps(sorted(tokenizer.get_vocab().items()))
+    special = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return hashlib.sha256(f"{special} {content}".encode()).hexdigest()
+
+
+def check_tokenizer(
+    name: str, folder: Path, teacher: PreTrainedTokenizerBase, windows: torch.Tensor, **source
+) -> None:
+    """Check that a candidate's tokenizer makes the same tokens of the evaluated text.
+
+    Args:
+        source: the arguments of `read_windows`, needed where the two are not the same file.
+
+    Raises:
+        InputError: that says what differs.
+    """
+    own = load_tokenizer(folder)
+    if tokenizer_hash(own) == tokenizer_hash(teacher):
+        return
+    remedy = "only models that read the same tokens can be compared."
+    mine, theirs = own.get_vocab(), teacher.get_vocab()
+    if mine != theirs:
+        token = min(set(mine.items()) ^ set(theirs.items()), key=lambda item: (item[1], item[0]))[0]
+        raise InputError(
+            f"{name}: {folder} has another tokenizer than the teacher: {len(mine)} tokens against "
+            f"{len(theirs)}, {token!r} is {mine.get(token)} against {theirs.get(token)}; {remedy}"
+        )
+    for kind in ("bos_token_id", "eos_token_id"):
+        if getattr(own, kind) != getattr(teacher, kind):
+            raise InputError(
+                f"{name}: {folder} has another tokenizer than the teacher: {kind} "
+                f"{getattr(own, kind)} against {getattr(teacher, kind)}; {remedy}"
+            )
+    rows = read_windows(own, **source)
+    if rows.shape != windows.shape or not rows.equal(windows):
+        raise InputError(
+            f"{name}: {folder} has another tokenizer than the teacher: the same vocabulary, but "
+            f"other tokens for {source['text']}; {remedy}"
+        )
+
+
+def choose_device(device: str) -> torch.device:
+    """The device of that name; `auto` is the first GPU, else the CPU.
+
+    Raises:
+        InputError: if there is no such device.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=device)
+        return torch.device(device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"device {device!r} can't be used: {reason}") from error
+
+
+def load_model(
+    name: str, folder: Path, dtype: torch.dtype, device: torch.device, window: int
+) -> PreTrainedModel:
+    """Load a model whole, on its device.
+
+    Raises:
+        InputError: if the checkpoint is not whole, or a window longer than its context.
+    """
+    model = load_causal_lm(folder, dtype)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and window > context:
+        raise InputError(
+            f"{name}: a window of {window} tokens is longer than the context of {folder}, "
+            f"{context}; choose a shorter window."
+        )
+    return model.to(device)  # pyright: ignore[reportArgumentType]
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """How many logits the model gives, padding included."""
+    return model.config.get_text_config().vocab_size
+
+
+def common_vocabulary(
+    models: Mapping[str, PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    windows: torch.Tensor,
+) -> int:
+    """How many logits to compare: those that all models have.
+
+    Checkpoints pad their vocabulary to different widths; where they do, the narrowest counts.
+
+    Raises:
+        InputError: if a model has no logit for a token of the text, or cutting to it would take
+            tokens from the others.
+    """
+    widths = {name: vocabulary_size(model) for name, model in models.items()}
+    narrowest = min(widths, key=lambda name: widths[name])
+    needed = int(windows.max()) + 1
+    if len(set(widths.values())) > 1:
+        needed = max(needed, max(tokenizer.get_vocab().values()) + 1)
+    if widths[narrowest] < needed:
+        raise InputError(
+            f"{narrowest}: {widths[narrowest]} logits for a tokenizer of {needed} tokens; "
+            "the checkpoint and the tokenizer don't belong together."
+        )
+    return widths[narrowest]
+
+
+def count_bytes(tokenizer: PreTrainedTokenizerBase, windows: torch.Tensor) -> int:
+    """UTF-8 bytes of the text that the scored tokens spell, special tokens left out."""
+    texts = tokenizer.batch_decode(
+        windows[:, 1:].tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return sum(len(text.encode()) for text in texts)
