@@ -60,7 +60,7 @@ class FinetuneConfig:
     """Compute in bfloat16 by autocast; weights and optimizer stay fp32."""
     seed: int = 0
     """Order of the windows."""
-    kl_chunk: int = 256
+    kl_chunk: int = 128
     """Tokens per chunk of the loss; memory for logits is a few times this times the vocabulary."""
 
     def __post_init__(self) -> None:

@@ -67,14 +67,16 @@ def _token_losses(
     student: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor, weights: LossWeights
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits (n, v), (n, v) and labels (n) to the weighted sum and the three sums."""
-    cross_entropy = F.cross_entropy(student, labels, reduction="sum")
+    heat, log_student = weights.temperature, F.log_softmax(student, -1)
+    cross_entropy = F.nll_loss(log_student, labels, reduction="sum")
     kl = teacher_cross_entropy = torch.zeros_like(cross_entropy)
     if teacher is not None:
-        heat = weights.temperature
-        log_student, log_teacher = (F.log_softmax(x / heat, -1) for x in (student, teacher))
+        log_teacher = F.log_softmax(teacher, -1)
+        teacher_cross_entropy = F.nll_loss(log_teacher, labels, reduction="sum")
+        if heat != 1:
+            log_student, log_teacher = (F.log_softmax(x / heat, -1) for x in (student, teacher))
         kl = F.kl_div(log_student, log_teacher, reduction="sum", log_target=True)
-        teacher_cross_entropy = F.cross_entropy(teacher, labels, reduction="sum")
-    loss = weights.kl * weights.temperature**2 * kl + weights.cross_entropy * cross_entropy
+    loss = weights.kl * heat**2 * kl + weights.cross_entropy * cross_entropy
     return loss, torch.stack([kl, cross_entropy, teacher_cross_entropy]).detach()
 
 

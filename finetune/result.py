@@ -29,7 +29,7 @@ def write_result(trainer: RecoveryTrainer, student: Path, work: Path, out: Path)
     Raises:
         InputError: if `out` exists.
     """
-    model = trainer.model.student
+    model: Any = trainer.pair.student
     family = CONVERTED_TYPES[model.config.model_type]
     dtype = _stored_dtype(student)
     with atomic_folder(out) as partial:
@@ -48,12 +48,13 @@ def write_result(trainer: RecoveryTrainer, student: Path, work: Path, out: Path)
 def _record(trainer: RecoveryTrainer, work: Path, dtype: torch.dtype) -> dict[str, Any]:
     settings = json.loads((work / SETTINGS).read_text())
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    tokens = len(trainer.train_dataset) * settings["window"]
+    windows: Any = trainer.train_dataset
+    tokens = len(windows) * settings["window"]
     seconds = history[-1]["seconds"]
     losses = ("step", "loss", "kl", "gap", "cross_entropy")
-    teacher = trainer.model.teacher
+    teacher = trainer.pair.teacher
     with safe_open(work / WINDOWS, framework="pt") as file:
-        windows = file.metadata()["sha256"]
+        sha256 = file.metadata()["sha256"]
     return {
         "settings": settings,
         "steps": trainer.state.global_step,
@@ -64,7 +65,7 @@ def _record(trainer: RecoveryTrainer, work: Path, dtype: torch.dtype) -> dict[st
         "trained_parameters": sum(p.numel() for p in trainer.trained_tensors().values()),
         "first": {name: history[0][name] for name in losses if name in history[0]},
         "last": {name: history[-1][name] for name in losses if name in history[-1]},
-        "data_sha256": windows,
+        "data_sha256": sha256,
         "dtype": str(dtype).removeprefix("torch."),
         "versions": {
             name: version(name)

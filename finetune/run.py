@@ -23,6 +23,7 @@ from bilinearize.finetune.teacher import (
     SeparateTeacher,
     SharedTeacher,
     StudentWithTeacher,
+    decoder_layers,
     load_teacher,
 )
 from bilinearize.finetune.trainer import RecoveryTrainer, training_arguments
@@ -167,12 +168,12 @@ def _build(
     original, difference = None, None
     if config.kl_weight > 0:
         original, difference = load_teacher(teacher, model, share=config.train == "mlp")
-    for layer in model.base_model.layers:
+    for layer in decoder_layers(model):
         if layer.mlp.form == "bilinear":
             balance_(layer.mlp)
     if config.train == "mlp":
         model.requires_grad_(False)
-        for layer in model.base_model.layers:
+        for layer in decoder_layers(model):
             layer.mlp.requires_grad_(True)
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ class SharedTeacher(nn.Module):
     @contextmanager
     def swapped_into(self, student: PreTrainedModel) -> Iterator[None]:
         """Within the block, `student` computes what its source did (and has no dropout)."""
-        layers, training = student.base_model.layers, student.training
+        layers, training = decoder_layers(student), student.training
         own = [layer.mlp for layer in layers]
         try:
             student.eval()
@@ -56,7 +57,7 @@ class SharedTeacher(nn.Module):
     ) -> tuple[torch.Tensor, nn.Module]:
         """Last hidden states (batch, length, d), and the head that reads them."""
         with self.swapped_into(student):
-            return last_hidden(student, input_ids, attention_mask), student.get_output_embeddings()
+            return last_hidden(student, input_ids, attention_mask), head_of(student)
 
 
 class SeparateTeacher(nn.Module):
@@ -75,7 +76,7 @@ class SeparateTeacher(nn.Module):
         """Last hidden states (batch, length, d), and the head that reads them."""
         self.model.eval()
         hidden = last_hidden(self.model, input_ids, attention_mask)
-        return hidden, self.model.get_output_embeddings()
+        return hidden, head_of(self.model)
 
 
 class StudentWithTeacher(nn.Module):
@@ -120,12 +121,23 @@ class StudentWithTeacher(nn.Module):
             teacher_hidden, teacher_head = self.teacher(self.student, input_ids, attention_mask)
             teacher_hidden = teacher_hidden[:, :-1][counts]
         hidden = last_hidden(self.student, input_ids, attention_mask)[:, :-1][counts]
-        head = self.student.get_output_embeddings()
+        head = head_of(self.student)
         labels = labels[:, 1:][counts]
         loss, parts = loss_sums(
             hidden, head, labels, teacher_hidden, teacher_head, self.weights, self.chunk
         )
         return {"loss": loss, "parts": parts, "count": counts.sum()}
+
+
+def decoder_layers(model: PreTrainedModel) -> list[Any]:
+    """The decoder layers, whose `mlp` is what a conversion replaces."""
+    base: Any = model.base_model
+    return list(base.layers)
+
+
+def head_of(model: PreTrainedModel) -> nn.Module:
+    """The module that makes logits of the last hidden states."""
+    return cast(nn.Module, model.get_output_embeddings())
 
 
 def last_hidden(
@@ -153,7 +165,7 @@ def load_teacher(
     difference = first_difference(student, model)
     if difference is not None:
         return SeparateTeacher(model), difference
-    return SharedTeacher([layer.mlp for layer in model.base_model.layers]), None
+    return SharedTeacher([layer.mlp for layer in decoder_layers(model)]), None
 
 
 def first_difference(student: PreTrainedModel, teacher: PreTrainedModel) -> str | None:

@@ -93,6 +93,8 @@ class RecoveryTrainer(Trainer):
         **kwargs: Any,
     ):
         super().__init__(model=model, args=args, train_dataset=train_dataset, **kwargs)
+        self.pair = model
+        self.folder = Path(str(args.output_dir))
         self.keep_checkpoints = keep_checkpoints
         self._parts = torch.zeros(4, dtype=torch.float32, device=args.device)
         self.remove_callback(ProgressCallback)
@@ -122,20 +124,21 @@ class RecoveryTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the parts of the loss since the last entry, in nats per token."""
         if "loss" in logs:
-            kl, ours, theirs, count = self.accelerator.reduce(self._parts, "sum").tolist()
+            parts: Any = self.accelerator.reduce(self._parts, "sum")
+            kl, ours, theirs, count = parts.tolist()
             self._parts.zero_()
             count = max(count, 1.0)
             logs["cross_entropy"] = ours / count
-            if self.model.teacher is not None:
+            if self.pair.teacher is not None:
                 logs |= {"kl": kl / count, "gap": (ours - theirs) / count}
         super().log(logs, start_time)
 
     # Trainer saves into this folder; `_save_checkpoint` moves the result to where resuming looks.
     def _get_output_dir(self, trial: Any) -> str:
-        return os.path.join(self.args.output_dir, SAVING)
+        return str(self.folder / SAVING)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        saving, final = Path(self._get_output_dir(trial)), Path(self.args.output_dir)
+        saving, final = self.folder / SAVING, self.folder
         self.check_weights()
         if self.args.should_save:
             shutil.rmtree(saving, ignore_errors=True)
@@ -154,15 +157,14 @@ class RecoveryTrainer(Trainer):
 
     def trained_tensors(self) -> dict[str, torch.Tensor]:
         """What trains, by its name in the student."""
-        named = self.model.student.named_parameters()
+        named = self.pair.student.named_parameters()
         return {name: tensor.data for name, tensor in named if tensor.requires_grad}
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if self.args.should_save:
-            os.makedirs(output_dir or self.args.output_dir, exist_ok=True)
-            save_file(
-                self.trained_tensors(), os.path.join(output_dir or self.args.output_dir, WEIGHTS)
-            )
+            folder = Path(output_dir or self.folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(self.trained_tensors(), folder / WEIGHTS)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         saved, ours = (
@@ -187,8 +189,7 @@ class RecoveryTrainer(Trainer):
                 )
 
     def _last_good(self) -> str:
-        folder = self.args.output_dir
-        last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+        last = get_last_checkpoint(str(self.folder)) if self.folder.is_dir() else None
         return f" Last good checkpoint: {last}" if last else " No checkpoint had been written."
 
 
