@@ -26,8 +26,8 @@ def continue_greedily(
 ) -> torch.Tensor:
     """The most likely next token, `tokens` times: int64 (prompts, tokens) on the CPU.
 
-    Nothing is taken from the checkpoint's generation settings, such as a repetition penalty, and EOS
-    is a token like any other, so that all models are compared over one length.
+    Nothing is taken from the checkpoint's generation settings, such as a repetition penalty, and
+    EOS is a token like any other, so that all models are compared over one length.
 
     Args:
         prompts: int64 (prompts, length), without padding.
@@ -41,7 +41,7 @@ def continue_greedily(
     kept = model.generation_config
     model.generation_config = GenerationConfig()
     try:
-        ids = model.generate(
+        ids = model.generate(  # pyright: ignore[reportCallIssue]  (of GenerationMixin)
             prompts.to(model.device),
             attention_mask=torch.ones_like(prompts, device=model.device),
             logits_processor=LogitsProcessorList([cut]),

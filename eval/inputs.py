@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerFast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -34,7 +35,7 @@ def read_windows(
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of the whole tokenizer where it is a fast one, else of its vocabulary."""
-    if tokenizer.is_fast:
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
         content = tokenizer.backend_tokenizer.to_str()
     else:
         content = json.dumps(sorted(tokenizer.get_vocab().items()))

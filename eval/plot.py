@@ -1,17 +1,18 @@
 """The picture of an evaluation: perplexity, divergence by window, loss by position."""
 
+import math
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 # Okabe and Ito's palette: told apart by people with any common colour blindness.
 TEACHER_COLOUR = "#000000"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999933")
-MARKERS = "osD^vP*"
+MARKERS = "oD^vP*X"
 POSITION_BINS = 24
 
 
@@ -50,40 +51,54 @@ def _draw_perplexity(axes: Axes, styles: list[tuple]) -> None:
         axes.plot([centre + end for end in ends], [row, row], color=colour, linewidth=3, alpha=0.5)
         axes.plot(nll, row, marker, color=colour, markersize=7)
         label = _compact(nll) if row == 0 else f"{_compact(nll)}  (×{_compact(nll - centre)})"
-        axes.annotate(
-            label, (nll, row), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=8
-        )
+        note = axes.annotate(label, (nll, row), (0, 8), textcoords="offset points", fontsize=8)
+        note.set(ha="center", bbox={"fc": "white", "ec": "none", "pad": 0.5})
     axes.axvline(styles[0][1]["nll"], color=TEACHER_COLOUR, linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(styles)), [name for name, *_ in styles])
     axes.set_ylim(len(styles) - 0.5, -0.7)
     axes.margins(x=0.25)
     axes.set_xlabel("perplexity, log scale (bar: 95 %, paired)")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda nll, _: _compact(nll)))
+    ticks = _round_ticks(*axes.get_xlim())
+    axes.set_xticks(np.log(ticks), [_compact(math.log(tick)) for tick in ticks])
     axes.set_title("Perplexity", fontsize=10)
+
+
+def _round_ticks(low: float, high: float) -> np.ndarray:
+    """At most 6 round numbers, their logs from `low` to `high`: powers of ten where there are 3."""
+    first, last = math.ceil(low / math.log(10)), math.floor(high / math.log(10))
+    if last - first >= 2:
+        return 10.0 ** np.arange(first, last + 1, math.ceil((last - first + 1) / 6))
+    ticks = np.asarray(MaxNLocator(5).tick_values(math.exp(low), math.exp(high)))
+    return ticks[(ticks > math.exp(low)) & (ticks < math.exp(high))]
 
 
 def _compact(nats: float) -> str:
     """exp(nats) in few characters."""
-    value = np.exp(min(nats, 700.0))
+    value = math.exp(min(nats, 700.0))
     if value >= 1e6:
         return f"{value:.1e}"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.4g}"
 
 
 def _draw_divergence(axes: Axes, styles: list[tuple], result: dict) -> None:
     positions = result["protocol"]["window"] - 1
     jitter = np.random.default_rng(0)
-    positive = False
+    drawn = [style for style in styles if any(result["windows"]["kl"][style[0]])]
     for row, (name, record, colour, _) in enumerate(styles):
         means = np.array(result["windows"]["kl"][name]) / positions
-        positive = positive or bool((means > 0).all())
+        if not means.any():
+            axes.annotate("exactly 0", (0.02, row), xycoords=axes.get_yaxis_transform(), fontsize=8)
+            continue
         heights = row + jitter.uniform(-0.22, 0.22, len(means))
         axes.scatter(means, heights, s=9, color=colour, alpha=min(0.6, 30 / len(means) + 0.1))
         axes.plot([record["kl"]] * 2, [row - 0.33, row + 0.33], color=colour, linewidth=2.5)
-    if positive:
+    if not drawn:
+        axes.set_xticks([])
+    elif all(record["kl"] > 0 for _, record, *_ in drawn):
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda kl, _: f"{kl:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        ticks = _round_ticks(*np.log(axes.get_xlim()))
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
     axes.set_yticks(range(len(styles)), [name for name, *_ in styles])
     axes.set_ylim(len(styles) - 0.4, -0.6)
     axes.set_xlabel("KL to the teacher, nats per token (dot: window, line: mean)")

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from bilinearize import BilinearLlamaForCausalLM
 from bilinearize.eval.compare import evaluate
+from bilinearize.model.checkpoint import load_tokenizer
 
 
 def perplexity_loop(logits: torch.Tensor, windows: torch.Tensor, shift: int = 1) -> float:
@@ -71,8 +73,6 @@ def test_loss_by_position_and_by_window(report, logits, windows):
 def test_bits_per_byte_follow_from_the_text(report, pico_llama, windows):
     result, _ = report
     # The pico tokenizer is byte-level: each character of a token stands for one byte.
-    from bilinearize.model.checkpoint import load_tokenizer
-
     tokenizer = load_tokenizer(pico_llama)
     names = tokenizer.convert_ids_to_tokens(windows[:, 1:].flatten().tolist())
     length = sum(len(name) for name in names if name != tokenizer.eos_token)
@@ -165,8 +165,6 @@ def test_one_window_has_no_interval(pico_llama, half, documents_file, tmp_path):
 
 
 def test_a_padded_vocabulary_is_cut(report, pico_llama, half, documents_file, tmp_path):
-    from bilinearize import BilinearLlamaForCausalLM
-
     student = BilinearLlamaForCausalLM.from_pretrained(half)
     student.resize_token_embeddings(student.config.vocab_size + 20)
     student.save_pretrained(tmp_path / "padded")
