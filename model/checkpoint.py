@@ -51,7 +51,9 @@ def resolve_checkpoint(source: str, revision: str | None = None) -> Path:
         return dequantise_gguf(path)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise InputError(f"{path}: no config.json; name the folder of a Hugging Face checkpoint.")
+            raise InputError(
+                f"{path}: no config.json; name the folder of a Hugging Face checkpoint."
+            )
         return path
     if path.is_file() or source.endswith(".gguf") or source.count("/") > 1 or source[:1] in "./~":
         raise InputError(f"{source}: no such checkpoint folder or .gguf file.")
@@ -130,7 +132,9 @@ def list_tensors(folder: Path) -> dict[str, Path]:
             with safe_open(file, framework="pt") as shard:
                 tensors.update(dict.fromkeys(shard.keys(), file))
         except SafetensorError as error:
-            raise InputError(f"{file}: truncated or damaged ({error}); download it again.") from error
+            raise InputError(
+                f"{file}: truncated or damaged ({error}); download it again."
+            ) from error
     for name, file in promised.items():
         if tensors.get(name) != file:
             raise InputError(f"{file}: lacks {name}, which {INDEX} promises; download it again.")
@@ -154,7 +158,9 @@ def load_causal_lm(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrain
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if info.get(kind):
             names = ", ".join(sorted(map(str, info[kind]))[:3])
-            raise InputError(f"{folder}: {kind.replace('_', ' ')}: {names}; the checkpoint is not whole.")
+            raise InputError(
+                f"{folder}: {kind.replace('_', ' ')}: {names}; the checkpoint is not whole."
+            )
     return model.eval()
 
 

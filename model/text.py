@@ -41,7 +41,9 @@ def _read_file(path: Path, column: str) -> Iterator[str]:
 
             with parquet.ParquetFile(path) as file:
                 if column not in file.schema_arrow.names:
-                    raise InputError(f"{path}: no column {column!r}, only {file.schema_arrow.names}.")
+                    raise InputError(
+                        f"{path}: no column {column!r}, only {file.schema_arrow.names}."
+                    )
                 for batch in file.iter_batches(columns=[column]):
                     yield from (text for text in batch.column(0).to_pylist() if text)
         elif path.suffix in (".jsonl", ".json"):
@@ -76,7 +78,9 @@ def _read_dataset(name: str, column: str, split: str) -> Iterator[str]:
         rows = load_dataset(path, config or None, split=split, streaming=True)
     except Exception as error:  # datasets raises many kinds, all of them about the name or the net
         reason = str(error).strip().splitlines()[0]
-        raise InputError(f"{name}: neither a text file nor a dataset that loads: {reason}") from error
+        raise InputError(
+            f"{name}: neither a text file nor a dataset that loads: {reason}"
+        ) from error
     for number, row in enumerate(rows):
         yield _field(row, column, f"{name}, row {number}")
 
@@ -124,7 +128,9 @@ def pack_windows(
     if window < 2:
         raise InputError(f"window is {window}; use at least 2 tokens.")
     if tokens is not None and tokens < window:
-        raise InputError(f"{tokens} tokens asked for from {name}, fewer than one window of {window}.")
+        raise InputError(
+            f"{tokens} tokens asked for from {name}, fewer than one window of {window}."
+        )
     start = [tokenizer.bos_token_id] if adds_bos(tokenizer, bos) else []
     body = window - len(start)
     wanted = None if tokens is None else tokens // window * body
@@ -149,5 +155,3 @@ def pack_windows(
 def fingerprint(windows: torch.Tensor) -> str:
     """SHA-256 of the token ids: two runs with the same value saw the same tokens."""
     return hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()
-
-

@@ -1,0 +1,36 @@
+"""Options of `bilinearize convert`, as flags and as the `convert` part of a run's YAML."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass
+class ConvertConfig:
+    """How the gated MLPs become bilinear blocks."""
+
+    method: Literal["refit", "affine", "taylor", "gated"] = "refit"
+    """refit: affine gates, then down_proj solved in closed form; affine: the best lines for the gates
+    on the calibration text; taylor: the gate's slope at 0, no text needed; gated: the source's MLPs
+    as they are."""
+    text: str | None = None
+    """Calibration text: a .txt, .jsonl or .parquet file, or a datasets name (name:config)."""
+    text_column: str = "text"
+    """Field that holds the text in .jsonl, .parquet and datasets."""
+    split: str = "train"
+    """Split of a datasets name."""
+    tokens: int = 16384
+    """Calibration tokens to read at most."""
+    window: int = 512
+    """Tokens per calibration window."""
+    bos: Literal["auto", "always", "never"] = "auto"
+    """BOS at the start of each window: auto (as the tokenizer does), always, never."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of the written weights: auto keeps the source's; float32, bfloat16, float16."""
+    device: str = "auto"
+    """Where layers run: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
+    max_shard_size: str = "5GB"
+    """Largest safetensors file to write."""
+    state_budget: str = "8GB"
+    """Calibration states beyond this size are kept on disk instead of in memory."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub source."""

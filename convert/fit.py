@@ -1,0 +1,138 @@
+"""The closed-form fits: sums over tokens in float64, solved once per layer.
+
+Notation, for one layer's gated MLP `y(x) = down(act(g) * u) + d`, `g = gate(x)`, `u = up(x)`:
+N tokens, slot j of m (intermediate_size), outputs d (hidden_size), token weights w_n. All sums are
+plain sums over tokens, so those of two parts of the text add up to those of the whole.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+# Ridge of the down_proj correction, relative to features scaled to unit second moment.
+RIDGES = tuple(10.0 ** (exponent / 2) for exponent in range(-8, 5))
+NO_CORRECTION = float("inf")
+
+
+class AffineSums:
+    """Sums for the weighted least squares of `act(g) u` on `(g u, u)`, slot by slot."""
+
+    def __init__(self, slots: int, device: torch.device):
+        self.sums = torch.zeros(5, slots, dtype=torch.float64, device=device)
+
+    def add(self, gate: torch.Tensor, up: torch.Tensor, target: torch.Tensor, weight: torch.Tensor):
+        """Add tokens: gate, up, target = act(g) u (tokens, slots), weight (tokens, 1)."""
+        product = gate * up
+        pairs = ((product, product), (product, up), (up, up), (target, product), (target, up))
+        for row, (left, right) in enumerate(pairs):
+            self.sums[row] += (left * right * weight).double().sum(0)
+
+    def solve(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each slot's slope and intercept, float64 (slots,): `act(g) ~ slope g + intercept`.
+
+        A slot whose two features are collinear on the text gets the slope alone, or zero where the
+        slot never fires.
+        """
+        aa, ab, bb, ya, yb = self.sums
+        determinant = aa * bb - ab * ab
+        sound = determinant > 1e-12 * aa * bb
+        safe = torch.where(sound, determinant, 1.0)
+        slope_alone = torch.where(aa > 0, ya / torch.where(aa > 0, aa, 1.0), 0.0)
+        slope = torch.where(sound, (bb * ya - ab * yb) / safe, slope_alone)
+        intercept = torch.where(sound, (aa * yb - ab * ya) / safe, 0.0)
+        return slope, intercept
+
+
+class LinearSums:
+    """Sums for the ridge regression of a residual on features, a constant among them.
+
+    `gram` is (m + 1, m + 1) and `cross` (m + 1, d), float64; `energy` is the residual's and
+    `target_energy` the target's weighted sum of squares.
+    """
+
+    def __init__(self, slots: int, outputs: int, device: torch.device):
+        self.gram = torch.zeros(slots + 1, slots + 1, dtype=torch.float64, device=device)
+        self.cross = torch.zeros(slots + 1, outputs, dtype=torch.float64, device=device)
+        self.energy = torch.zeros((), dtype=torch.float64, device=device)
+        self.target_energy = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, features, residual, target, weight) -> None:
+        """Add tokens: features (tokens, m), residual and target (tokens, d), weight (tokens, 1)."""
+        root = weight.sqrt()
+        scaled = torch.cat([features, torch.ones_like(root)], 1) * root
+        residual = residual * root
+        self.gram += (scaled.T @ scaled).double()
+        self.cross += (scaled.T @ residual).double()
+        self.energy += residual.double().square().sum()
+        self.target_energy += (target * root).double().square().sum()
+
+    def __add__(self, other: "LinearSums") -> "LinearSums":
+        total = LinearSums(len(self.gram) - 1, self.cross.shape[1], self.gram.device)
+        for name in ("gram", "cross", "energy", "target_energy"):
+            setattr(total, name, getattr(self, name) + getattr(other, name))
+        return total
+
+    def solve(self, ridge: float) -> torch.Tensor:
+        """The correction (m + 1, d) that minimises error + ridge * |scaled correction|^2.
+
+        Features are scaled to unit second moment first, so that `ridge` means the same for every
+        layer and number of tokens. The constant is shrunk like any feature.
+        """
+        if ridge == NO_CORRECTION:
+            return torch.zeros_like(self.cross)
+        diagonal = self.gram.diagonal()
+        scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()
+        scaled = self.gram * scale[:, None] * scale
+        scaled.diagonal().add_(ridge)
+        factor = torch.linalg.cholesky(scaled)
+        return torch.cholesky_solve(self.cross * scale[:, None], factor) * scale[:, None]
+
+    def error(self, correction: torch.Tensor) -> float:
+        """Weighted squared error left by `correction`, relative to the target's sum of squares."""
+        explained = (correction * (2 * self.cross - self.gram @ correction)).sum()
+        return ((self.energy - explained) / self.target_energy.clamp_min(1e-300)).item()
+
+
+@dataclass
+class Refit:
+    """A solved down_proj correction and how well it does."""
+
+    correction: torch.Tensor
+    """float64 (m + 1, d): added to down_proj's transposed weight; the last row to its bias."""
+    ridge: float
+    """Chosen on the held-out tokens; infinity means that no correction was better than any."""
+    affine_error: float
+    """Held-out error without the correction, as a share of the target's weighted sum of squares."""
+    heldout_error: float
+    """Held-out error with the correction fitted on the other tokens."""
+    calibration_error: float
+    """Error of that same correction on the tokens it was fitted on."""
+
+
+def refit(fitted: LinearSums, heldout: LinearSums, start: float = 1e-2) -> Refit:
+    """Choose the ridge by held-out error, then solve once more on all tokens.
+
+    The search walks the grid `RIDGES` downhill from `start`, then compares with no correction at
+    all, so the held-out error is never above that of the affine gates alone.
+    """
+    solved: dict[int, tuple[float, torch.Tensor]] = {}
+
+    def at(index: int) -> float:
+        if index not in solved:
+            correction = fitted.solve(RIDGES[index])
+            solved[index] = heldout.error(correction), correction
+        return solved[index][0]
+
+    best = min(range(len(RIDGES)), key=lambda index: abs(RIDGES[index] - start))
+    for step in (1, -1):
+        while 0 <= best + step < len(RIDGES) and at(best + step) < at(best):
+            best += step
+    nothing = fitted.solve(NO_CORRECTION)
+    affine_error = heldout.error(nothing)
+    if at(best) >= affine_error:
+        return Refit(nothing, NO_CORRECTION, affine_error, affine_error, fitted.error(nothing))
+    error, correction = solved[best]
+    ridge = RIDGES[best]
+    return Refit(
+        (fitted + heldout).solve(ridge), ridge, affine_error, error, fitted.error(correction)
+    )

@@ -1,0 +1,147 @@
+"""Stream calibration text through the layers: the teacher's states, and those of the student so far.
+
+Layer i is fitted on the inputs that the already converted layers 0 to i-1 give it, towards the
+original MLP's output on those inputs. One layer's weights are in memory at a time.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bilinearize.convert.fit import AffineSums, LinearSums, Refit, refit
+from bilinearize.convert.source import Source
+from bilinearize.model.modeling_bilinear_llama import BilinearMLP
+
+# One window in HELDOUT is kept from the fit, to choose the ridge and to report the error.
+HELDOUT = 4
+TOKENS_PER_BATCH = 4096
+
+
+class States:
+    """Hidden states (windows, window, hidden_size) fp32, in memory or in a file past the budget."""
+
+    def __init__(self, shape: tuple[int, ...], budget_bytes: int, folder: Path):
+        count = torch.Size(shape).numel()
+        if count * 4 <= budget_bytes:
+            self.tensor = torch.empty(shape)
+        else:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix="states-", delete=False) as file:
+                name = file.name
+            self.tensor = torch.from_file(name, shared=True, size=count).view(shape)
+            Path(name).unlink()  # the mapping keeps it until this object goes
+
+
+class _Capture(nn.Module):
+    """Stands in for an MLP: keeps its input and adds nothing to the residual stream."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.input = x
+        return torch.zeros_like(x)
+
+
+@dataclass
+class Batch:
+    """Windows `rows` of the text at one layer: `residual` is the stream before the MLP adds to it."""
+
+    rows: slice
+    heldout: bool
+    residual: torch.Tensor
+    mlp_input: torch.Tensor
+
+
+class Stream:
+    """Teacher's and student's hidden states over the calibration windows, advanced layer by layer."""
+
+    def __init__(
+        self,
+        source: Source,
+        windows: torch.Tensor,
+        device: torch.device,
+        state_budget_bytes: int,
+        folder: Path,
+    ):
+        # The held-out windows lie last, so that no batch mixes them with the others.
+        heldout = torch.arange(len(windows)) % HELDOUT == HELDOUT - 1
+        if len(windows) < HELDOUT:
+            heldout[-1] = True
+        windows = torch.cat([windows[~heldout], windows[heldout]])
+        self.fitted_rows = int((~heldout).sum())
+        self.source = source
+        self.device = device
+        self.positions = source.rotary(windows, device)
+        shape = (*windows.shape, source.config.hidden_size)
+        # Three such tensors: teacher, student, and the weight's share is negligible.
+        self.teacher = States(shape, state_budget_bytes // 3, folder).tensor
+        self.student = States(shape, state_budget_bytes // 3, folder).tensor
+        self.inputs = States(shape, state_budget_bytes // 3, folder).tensor
+        embedding = source.read("model.embed_tokens.weight")
+        for rows, _ in self._batches():
+            self.teacher[rows] = nn.functional.embedding(windows[rows], embedding).float()
+            self.student[rows] = self.teacher[rows]
+        self.weight = torch.empty(*windows.shape, 1)
+
+    def _batches(self) -> Iterator[tuple[slice, bool]]:
+        size = max(1, TOKENS_PER_BATCH // self.positions[0].shape[1])
+        for first, last, heldout in (
+            (0, self.fitted_rows, False),
+            (self.fitted_rows, None, True),
+        ):
+            last = last if last is not None else len(self.teacher)
+            for start in range(first, last, size):
+                yield slice(start, min(start + size, last)), heldout
+
+    def _until_mlp(self, layer: nn.Module, states: torch.Tensor) -> Iterator[Batch]:
+        original, capture = layer.mlp, _Capture()
+        layer.mlp = capture
+        try:
+            for rows, heldout in self._batches():
+                hidden = states[rows].to(self.device)
+                residual = layer(hidden, position_embeddings=self.positions, attention_mask=None)
+                yield Batch(rows, heldout, residual, capture.input)
+        finally:
+            layer.mlp = original
+
+    def advance_teacher(self, layer: nn.Module) -> None:
+        """Move the teacher's states past `layer` and set the token weights 1 / mean(state^2)."""
+        mlp = layer.mlp
+        for batch in self._until_mlp(layer, self.teacher):
+            states = batch.residual + mlp(batch.mlp_input)
+            self.teacher[batch.rows] = states.cpu()
+            power = states.square().mean(-1, keepdim=True)
+            self.weight[batch.rows] = power.clamp_min(1e-12).reciprocal().cpu()
+
+    def fit_gates(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """Move the student past the attention; returns slope and intercept of each slot's gate."""
+        mlp = layer.mlp
+        sums = AffineSums(mlp.gate_proj.out_features, self.device)
+        for batch in self._until_mlp(layer, self.student):
+            self.student[batch.rows] = batch.residual.cpu()
+            self.inputs[batch.rows] = batch.mlp_input.cpu()
+            gate, up = mlp.gate_proj(batch.mlp_input), mlp.up_proj(batch.mlp_input)
+            weight = self.weight[batch.rows].to(self.device)
+            flat = (part.flatten(0, 1) for part in (gate, up, mlp.act_fn(gate) * up, weight))
+            sums.add(*flat)
+        return sums.solve()
+
+    def fit_down(self, mlp: nn.Module, block: BilinearMLP, start: float) -> Refit:
+        """The correction of `block.down_proj` towards the original `mlp`, on the student's inputs."""
+        sums = [LinearSums(block.down_proj.in_features, len(block.down_proj.weight), self.device)]
+        sums.append(
+            LinearSums(block.down_proj.in_features, len(block.down_proj.weight), self.device)
+        )
+        for rows, heldout in self._batches():
+            x = self.inputs[rows].to(self.device).flatten(0, 1)
+            features, target = block.features(x), mlp(x)
+            residual = target - block.down_proj(features)
+            weight = self.weight[rows].to(self.device).flatten(0, 1)
+            sums[heldout].add(features, residual, target, weight)
+        return refit(sums[False], sums[True], start)
+
+    def advance_student(self, block: nn.Module) -> None:
+        """Add the converted block's output to the student's states."""
+        for rows, _ in self._batches():
+            self.student[rows] += block(self.inputs[rows].to(self.device)).cpu()

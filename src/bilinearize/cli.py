@@ -1,0 +1,205 @@
+"""The command line: `bilinearize convert | finetune | eval | run`, thin over one call each.
+
+Flags and YAML come from the same dataclasses (`convert/config.py` and its fellows); inside, the
+stages take plain arguments.
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
+
+from bilinearize import __version__
+from bilinearize.convert.config import ConvertConfig
+from bilinearize.eval.config import EvalConfig
+from bilinearize.finetune.config import FinetuneConfig
+from bilinearize.model.errors import InputError
+
+
+@dataclass
+class RunConfig:
+    """Convert, finetune and evaluate in one go; what is finished already is not done again."""
+
+    source: str
+    """The original model: a folder, a hub id or a .gguf file."""
+    out: str
+    """Run folder. Holds converted/, finetuned/, eval/, the baselines, and config.yaml."""
+    convert: ConvertConfig = field(default_factory=ConvertConfig)
+    """The conversion."""
+    finetune: FinetuneConfig | None = None
+    """The finetune; null goes without."""
+    eval: EvalConfig | None = None
+    """The evaluation; null goes without."""
+    baselines: list[str] = field(default_factory=list)
+    """Other convert methods to convert with and list in the report, e.g. [taylor]."""
+
+
+def run_convert(args: Namespace) -> None:
+    """`bilinearize convert`."""
+    from bilinearize.convert.run import convert
+
+    record = convert(args.source, Path(args.out), **args_of(args, ConvertConfig))
+    print(f"{args.out}: {record['method']} conversion of {args.source}, {record['seconds']} s")
+
+
+def run_finetune(args: Namespace) -> None:
+    """`bilinearize finetune`."""
+    from bilinearize.finetune.run import finetune
+
+    finetune(args.student, args.teacher, Path(args.out), **args_of(args, FinetuneConfig))
+
+
+def run_eval(args: Namespace) -> None:
+    """`bilinearize eval`."""
+    from bilinearize.eval.compare import evaluate
+
+    names = [Path(candidate).name for candidate in args.candidates]
+    if len(set(names)) != len(names):
+        names = list(args.candidates)
+    candidates = dict(zip(names, args.candidates, strict=True))
+    evaluate(args.teacher, candidates, Path(args.out), **args_of(args, EvalConfig))
+
+
+def run_all(args: Namespace) -> None:
+    """`bilinearize run`: each step that has its output already is skipped."""
+    from bilinearize.convert.run import convert
+    from bilinearize.eval.compare import evaluate
+    from bilinearize.eval.report import format_table
+    from bilinearize.finetune.run import finetune
+
+    out = Path(args.out)
+    config = {name: args[name] for name in RunConfig.__dataclass_fields__}
+    config = yaml.safe_load(yaml.safe_dump(Namespace(config).as_dict()))
+    settle_config(out, config)
+    options = args_of(args.convert, ConvertConfig)
+    candidates = {}
+    for method in dict.fromkeys([*args.baselines, args.convert.method]):
+        folder = out / ("converted" if method == args.convert.method else method)
+        if not is_done(folder):
+            convert(args.source, folder, **(options | {"method": method}))
+        candidates[method] = str(folder)
+    if args.finetune is not None:
+        folder = out / "finetuned"
+        if not is_done(folder):
+            settings = args_of(args.finetune, FinetuneConfig)
+            finetune(str(out / "converted"), args.source, folder, **settings)
+        candidates["finetuned"] = str(folder)
+    if args.eval is not None:
+        if is_done(out / "eval"):
+            print(format_table(json.loads((out / "eval" / "eval.json").read_text())))
+        else:
+            settings = args_of(args.eval, EvalConfig)
+            evaluate(args.source, candidates, out / "eval", **settings)
+
+
+def is_done(folder: Path) -> bool:
+    """Whether a step's output is there; folders appear under their names only when whole."""
+    if folder.is_dir():
+        print(f"{folder}: there already, step skipped")
+    return folder.is_dir()
+
+
+# What each part of a run's YAML shapes, so what must go before it can be changed.
+SHAPES = {
+    "source": ("converted", "finetuned", "eval"),
+    "convert": ("converted", "finetuned", "eval"),
+    "finetune": ("finetuned", "eval"),
+    "eval": ("eval",),
+    "baselines": ("eval",),
+}
+
+
+def settle_config(out: Path, config: dict) -> None:
+    """Save the resolved config in the run folder, or check that what is finished there agrees.
+
+    Raises:
+        InputError: if an output of other settings is there, naming the key and what to remove.
+    """
+    path = out / "config.yaml"
+    if path.is_file():
+        before = yaml.safe_load(path.read_text())
+        for part, outputs in SHAPES.items():
+            if before.get(part) == config[part]:
+                continue
+            methods = config["baselines"] if part in ("source", "convert") else []
+            stale = [name for name in (*outputs, *methods) if (out / name).exists()]
+            if stale:
+                keys = changed_keys(part, before.get(part), config[part])
+                raise InputError(
+                    f"{path}: {keys} changed since {', '.join(stale)} in that folder was made; "
+                    "remove it or name another out."
+                )
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out}: exists and is no run folder (no config.yaml); name another out.")
+    out.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".partial").write_text(yaml.safe_dump(config, sort_keys=False))
+    path.with_suffix(".partial").replace(path)
+
+
+def changed_keys(part: str, before: object, now: object) -> str:
+    """The names of what differs, dotted: `finetune.tokens, finetune.seed`."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return part
+    keys = sorted(key for key in before | now if before.get(key) != now.get(key))
+    return ", ".join(f"{part}.{key}" for key in keys)
+
+
+def args_of(args: Namespace, kind: type) -> dict:
+    """The part of the parsed flags that belongs to one stage's dataclass, checked by it."""
+    return asdict(kind(**{name: args[name] for name in kind.__dataclass_fields__}))
+
+
+def build_parser() -> ArgumentParser:
+    """All subcommands, their flags derived from the dataclasses."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(
+        prog="bilinearize",
+        description="Rewrite a language model's SwiGLU MLPs as bilinear blocks, win quality "
+        "back by a short finetune, and measure the gap that is left.",
+        exit_on_error=False,
+    )
+    parser.add_argument("--version", action="version", version=f"bilinearize {__version__}")
+    commands = parser.add_subcommands(dest="command", required=True)
+
+    def command(name: str, text: str) -> ArgumentParser:
+        sub = ArgumentParser(description=text, exit_on_error=False)
+        sub.add_argument("--config", action="config", help="YAML file with any of these options.")
+        commands.add_subcommand(name, sub, help=text)
+        return sub
+
+    sub = command("convert", "Rewrite a model's gated MLPs as bilinear blocks.")
+    sub.add_argument("source", help="Folder, hub id or .gguf file of the original model.")
+    sub.add_argument("out", help="Folder to write; must not exist.")
+    sub.add_class_arguments(ConvertConfig)
+    sub = command("finetune", "Train a converted model back towards its teacher.")
+    sub.add_argument("student", help="Folder of the converted model.")
+    sub.add_argument("out", help="Folder to write; must not exist.")
+    sub.add_argument("--teacher", required=True, help="The original model.")
+    sub.add_class_arguments(FinetuneConfig)
+    sub = command("eval", "Compare converted models with their teacher on the same tokens.")
+    sub.add_argument("teacher", help="The original model.")
+    sub.add_argument("candidates", nargs="+", help="Folders of converted models.")
+    sub.add_argument("--out", required=True, help="Folder for the report; must not exist.")
+    sub.add_class_arguments(EvalConfig)
+    sub = command("run", "Convert, finetune and evaluate as a YAML file says.")
+    sub.add_class_arguments(RunConfig)
+    return parser
+
+
+COMMANDS = {"convert": run_convert, "finetune": run_finetune, "eval": run_eval, "run": run_all}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse, run one command; bad input is one line on stderr and exit status 2."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["run"] and len(argv) > 1 and not argv[1].startswith("-"):
+        argv.insert(1, "--config")
+    try:
+        args = build_parser().parse_args(argv)
+        COMMANDS[args.command](args[args.command])
+    except (InputError, ArgumentError) as error:
+        print(f"bilinearize: error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
