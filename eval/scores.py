@@ -66,9 +66,9 @@ class Scorer:
     """
 
     def __init__(self, vocabulary: int, positions: int, device: torch.device):
-        # On CPU a chunk stays in cache; on a GPU it is big enough to be worth its launches. Both
-        # buffers together are at most a quarter of one window's logits.
-        elements = 2**20 if device.type == "cpu" else 2**24
+        # Small chunks waste time on threads that wait for each other, most of all on a busy machine,
+        # and on a GPU's launches. Both buffers are at most a quarter of one window's logits.
+        elements = 2**22 if device.type == "cpu" else 2**24
         self.rows = max(1, min(elements // vocabulary, positions // 8))
         self.vocabulary = vocabulary
         self.buffers = torch.empty(2, self.rows, vocabulary, device=device)
