@@ -66,7 +66,7 @@ class Scorer:
     """
 
     def __init__(self, vocabulary: int, positions: int, device: torch.device):
-        # Small chunks waste time on threads that wait for each other, most of all on a busy machine,
+        # Small chunks waste time on threads that wait for each other, above all on a busy machine,
         # and on a GPU's launches. Both buffers are at most a quarter of one window's logits.
         elements = 2**22 if device.type == "cpu" else 2**24
         self.rows = max(1, min(elements // vocabulary, positions // 8))
