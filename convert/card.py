@@ -49,9 +49,9 @@ def _fit_lines(record: dict) -> list[str]:
         return []
     calibration = record["calibration"]
     rows = [
-        f"Fitted on {calibration['tokens']:,} tokens (windows of {calibration['window']}). Error of "
-        "each layer's MLP output on held-out windows, as a share of its sum of squares, tokens "
-        "weighted by the inverse power of the residual stream:",
+        f"Fitted on {calibration['tokens']:,} tokens (windows of {calibration['window']}). "
+        "Error of each layer's MLP output on held-out windows, as a share of its sum of squares, "
+        "tokens weighted by the inverse power of the residual stream:",
         "",
         "| layer | affine gates | with down_proj refitted |",
         "|---|---|---|",

@@ -9,8 +9,8 @@ class ConvertConfig:
     """How the gated MLPs become bilinear blocks."""
 
     method: Literal["refit", "affine", "taylor", "gated"] = "refit"
-    """refit: affine gates, then down_proj solved in closed form; affine: the best lines for the gates
-    on the calibration text; taylor: the gate's slope at 0, no text needed; gated: the source's MLPs
+    """refit: affine gates, then down_proj solved in closed form; affine: the gates' best lines on
+    the calibration text; taylor: the gate's slope at 0, no text needed; gated: the source's MLPs
     as they are."""
     text: str | None = None
     """Calibration text: a .txt, .jsonl or .parquet file, or a datasets name (name:config)."""

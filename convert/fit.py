@@ -12,6 +12,8 @@ import torch
 # Ridge of the down_proj correction, relative to features scaled to unit second moment.
 RIDGES = tuple(10.0 ** (exponent / 2) for exponent in range(-8, 5))
 NO_CORRECTION = float("inf")
+# Ridge of the joint gate fit towards the gates it starts from, relative to unit-scaled features.
+GATE_RIDGE = 1e-3
 
 
 class AffineSums:
@@ -40,6 +42,46 @@ class AffineSums:
         slope_alone = torch.where(aa > 0, ya / torch.where(aa > 0, aa, 1.0), 0.0)
         slope = torch.where(sound, (bb * ya - ab * yb) / safe, slope_alone)
         intercept = torch.where(sound, (aa * yb - ab * ya) / safe, 0.0)
+        return slope, intercept
+
+
+class GateSums:
+    """Sums for the joint least squares of all slots' gates towards the layer's output.
+
+    Minimises, over slopes a and intercepts b,
+    `sum_n w_n |t_n - sum_j (a_j g_nj + b_j) u_nj v_j|^2`, v_j the columns of down_proj. That
+    is linear in (a, b), and its Gram matrix is that of the features (g u, u) times `v_i . v_j`,
+    entry by entry, so the sums don't depend on down_proj.
+    """
+
+    def __init__(self, slots: int, outputs: int, device: torch.device):
+        self.gram = torch.zeros(2 * slots, 2 * slots, dtype=torch.float64, device=device)
+        self.cross = torch.zeros(2 * slots, outputs, dtype=torch.float64, device=device)
+
+    def add(self, gate, up, target, weight) -> None:
+        """Add tokens: gate, up (tokens, slots), target (tokens, outputs), weight (tokens, 1)."""
+        root = weight.sqrt()
+        scaled = torch.cat([gate * up, up], 1) * root
+        self.gram += (scaled.T @ scaled).double()
+        self.cross += (scaled.T @ (target * root)).double()
+
+    def solve(
+        self, down: torch.Tensor, slope: torch.Tensor, intercept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slopes and intercepts, float64 (slots,), shrunk a little towards those given.
+
+        `down` is down_proj's weight (outputs, slots).
+        """
+        down = down.double()
+        start = torch.cat([slope, intercept])
+        gram = self.gram * (down.T @ down).repeat(2, 2)
+        slack = (self.cross * down.T.repeat(2, 1)).sum(1) - gram @ start
+        diagonal = gram.diagonal()
+        scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()
+        gram = gram * scale[:, None] * scale
+        gram.diagonal().add_(GATE_RIDGE)
+        step = torch.cholesky_solve((slack * scale)[:, None], torch.linalg.cholesky(gram))[:, 0]
+        slope, intercept = (start + step * scale).chunk(2)
         return slope, intercept
 
 
@@ -97,12 +139,14 @@ class LinearSums:
 class Refit:
     """A solved down_proj correction and how well it does."""
 
+    fitted_correction: torch.Tensor
+    """The correction from the fitted tokens alone, to which the errors belong."""
     correction: torch.Tensor
     """float64 (m + 1, d): added to down_proj's transposed weight; the last row to its bias."""
     ridge: float
     """Chosen on the held-out tokens; infinity means that no correction was better than any."""
-    affine_error: float
-    """Held-out error without the correction, as a share of the target's weighted sum of squares."""
+    uncorrected_error: float
+    """Held-out error without a correction, as a share of the target's weighted sum of squares."""
     heldout_error: float
     """Held-out error with the correction fitted on the other tokens."""
     calibration_error: float
@@ -113,7 +157,7 @@ def refit(fitted: LinearSums, heldout: LinearSums, start: float = 1e-2) -> Refit
     """Choose the ridge by held-out error, then solve once more on all tokens.
 
     The search walks the grid `RIDGES` downhill from `start`, then compares with no correction at
-    all, so the held-out error is never above that of the affine gates alone.
+    all, so the held-out error is never above that of the block as it is.
     """
     solved: dict[int, tuple[float, torch.Tensor]] = {}
 
@@ -128,11 +172,11 @@ def refit(fitted: LinearSums, heldout: LinearSums, start: float = 1e-2) -> Refit
         while 0 <= best + step < len(RIDGES) and at(best + step) < at(best):
             best += step
     nothing = fitted.solve(NO_CORRECTION)
-    affine_error = heldout.error(nothing)
-    if at(best) >= affine_error:
-        return Refit(nothing, NO_CORRECTION, affine_error, affine_error, fitted.error(nothing))
+    without = heldout.error(nothing)
+    if at(best) >= without:
+        error = fitted.error(nothing)
+        return Refit(nothing, nothing, NO_CORRECTION, without, without, error)
     error, correction = solved[best]
     ridge = RIDGES[best]
-    return Refit(
-        (fitted + heldout).solve(ridge), ridge, affine_error, error, fitted.error(correction)
-    )
+    final = (fitted + heldout).solve(ridge)
+    return Refit(correction, final, ridge, without, error, fitted.error(correction))

@@ -1,5 +1,6 @@
 """Convert a checkpoint: read layer by layer, fit, write shard by shard, rename when whole."""
 
+import copy
 import json
 import shutil
 import time
@@ -22,6 +23,8 @@ from bilinearize.model.symmetry import balance_
 from bilinearize.model.text import fingerprint, pack_windows, read_documents
 
 FITTED = ("refit", "affine")
+# Times that gates and down_proj are fitted in turn.
+ROUNDS = 2
 
 
 def convert(
@@ -116,22 +119,40 @@ class LayerConverter:
             balance_(block)
             return self._stored(block), {}
         self.stream.advance_teacher(layer)
-        block = bilinear_block(mlp, *self.stream.fit_gates(layer))
-        solved = self.stream.fit_down(mlp, block, self.ridge)
-        record = {"affine_error": solved.affine_error}
-        if self.method == "refit":
-            if solved.ridge != NO_CORRECTION:
-                self.ridge = solved.ridge
-            correction = solved.correction.float()
-            block.down_proj.weight += correction[:-1].T
-            block.down_proj.bias += correction[-1]
-            record["heldout_error"] = solved.heldout_error
-            record["calibration_error"] = solved.calibration_error
-            record["ridge"] = None if solved.ridge == NO_CORRECTION else solved.ridge
+        block, record = self._fit(mlp, self.stream, *self.stream.fit_gates(layer))
         balance_(block)
         block = self._stored(block)
         self.stream.advance_student(block)
         return block, record
+
+    def _fit(
+        self, mlp: nn.Module, stream: Stream, slope: torch.Tensor, intercept: torch.Tensor
+    ) -> tuple[BilinearMLP, dict]:
+        """Gates and down_proj in turn, the best by held-out error kept; see `ROUNDS`."""
+        gates = slope, intercept
+        block = bilinear_block(mlp, *gates)
+        best, record = block, {}
+        for _ in range(ROUNDS if self.method == "refit" else 1):
+            gates = stream.join_gates(mlp, block, *gates)
+            block = bilinear_block(mlp, *gates)
+            solved = stream.fit_down(mlp, block, self.ridge)
+            if not record:
+                best = block
+                record = {"affine_error": solved.uncorrected_error}
+                if self.method == "affine":
+                    break
+                record |= {"heldout_error": solved.uncorrected_error, "ridges": [], "kept_round": 0}
+            record["ridges"].append(None if solved.ridge == NO_CORRECTION else solved.ridge)
+            if solved.ridge != NO_CORRECTION:
+                self.ridge = solved.ridge
+            if solved.heldout_error <= record["heldout_error"]:
+                best = corrected(block, solved.correction)
+                record["heldout_error"] = solved.heldout_error
+                record["calibration_error"] = solved.calibration_error
+                record["kept_round"] = len(record["ridges"])
+            # The next round must not see the held-out tokens.
+            block = corrected(block, solved.fitted_correction)
+        return best, record
 
     def _stored(self, block: BilinearMLP) -> BilinearMLP:
         # Round now, so that the layers above are fitted on what will really be loaded.
@@ -159,6 +180,14 @@ def bilinear_block(
         if intercept is not None:
             block.gate_proj.bias.add_(intercept.to(gate.weight))
     return block.requires_grad_(False)
+
+
+def corrected(block: BilinearMLP, correction: torch.Tensor) -> BilinearMLP:
+    """A copy of `block` with `correction` (intermediate_size + 1, hidden_size) on its down_proj."""
+    block = copy.deepcopy(block)
+    block.down_proj.weight += correction[:-1].T.float()
+    block.down_proj.bias += correction[-1].float()
+    return block
 
 
 def derivative_at_zero(activation: nn.Module) -> float:

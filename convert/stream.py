@@ -1,4 +1,4 @@
-"""Stream calibration text through the layers: the teacher's states, and those of the student so far.
+"""Stream calibration text through the layers: the teacher's states, and the student's so far.
 
 Layer i is fitted on the inputs that the already converted layers 0 to i-1 give it, towards the
 original MLP's output on those inputs. One layer's weights are in memory at a time.
@@ -12,13 +12,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bilinearize.convert.fit import AffineSums, LinearSums, Refit, refit
+from bilinearize.convert.fit import AffineSums, GateSums, LinearSums, Refit, refit
 from bilinearize.convert.source import Source
 from bilinearize.model.modeling_bilinear_llama import BilinearMLP
 
 # One window in HELDOUT is kept from the fit, to choose the ridge and to report the error.
 HELDOUT = 4
 TOKENS_PER_BATCH = 4096
+# The joint gate fit has two unknowns a slot and a whole output vector a token: a few tokens do.
+GATE_STRIDE = 4
 
 
 class States:
@@ -45,7 +47,7 @@ class _Capture(nn.Module):
 
 @dataclass
 class Batch:
-    """Windows `rows` of the text at one layer: `residual` is the stream before the MLP adds to it."""
+    """Windows `rows` at one layer: `residual` is the stream before the MLP adds to it."""
 
     rows: slice
     heldout: bool
@@ -54,7 +56,7 @@ class Batch:
 
 
 class Stream:
-    """Teacher's and student's hidden states over the calibration windows, advanced layer by layer."""
+    """Teacher's and student's states over the calibration windows, advanced layer by layer."""
 
     def __init__(
         self,
@@ -106,12 +108,18 @@ class Stream:
             layer.mlp = original
 
     def advance_teacher(self, layer: nn.Module) -> None:
-        """Move the teacher's states past `layer` and set the token weights 1 / mean(state^2)."""
+        """Move the teacher's states past `layer` and set the token weights.
+
+        A token weighs 1 / (mean(state^2) + mean(update^2)), state the residual stream after the
+        layer, update what the MLP adds: errors count relative to what the layers above will see.
+        The second term matters where a layer takes a massive activation back out of the stream.
+        """
         mlp = layer.mlp
         for batch in self._until_mlp(layer, self.teacher):
-            states = batch.residual + mlp(batch.mlp_input)
+            update = mlp(batch.mlp_input)
+            states = batch.residual + update
             self.teacher[batch.rows] = states.cpu()
-            power = states.square().mean(-1, keepdim=True)
+            power = states.square().mean(-1, keepdim=True) + update.square().mean(-1, keepdim=True)
             self.weight[batch.rows] = power.clamp_min(1e-12).reciprocal().cpu()
 
     def fit_gates(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,12 +135,24 @@ class Stream:
             sums.add(*flat)
         return sums.solve()
 
+    def join_gates(
+        self, mlp: nn.Module, block: BilinearMLP, slope: torch.Tensor, intercept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slopes and intercepts fitted together towards `mlp`, given the down_proj of `block`."""
+        down = block.down_proj
+        sums = GateSums(down.in_features, down.out_features, self.device)
+        for rows, heldout in self._batches():
+            if heldout:
+                continue
+            x = self.inputs[rows, ::GATE_STRIDE].to(self.device).flatten(0, 1)
+            weight = self.weight[rows, ::GATE_STRIDE].to(self.device).flatten(0, 1)
+            sums.add(mlp.gate_proj(x), mlp.up_proj(x), mlp(x) - down.bias, weight)
+        return sums.solve(down.weight, slope, intercept)
+
     def fit_down(self, mlp: nn.Module, block: BilinearMLP, start: float) -> Refit:
-        """The correction of `block.down_proj` towards the original `mlp`, on the student's inputs."""
-        sums = [LinearSums(block.down_proj.in_features, len(block.down_proj.weight), self.device)]
-        sums.append(
-            LinearSums(block.down_proj.in_features, len(block.down_proj.weight), self.device)
-        )
+        """Correction of `block.down_proj` towards the original `mlp`, on the student's inputs."""
+        down = block.down_proj
+        sums = [LinearSums(down.in_features, down.out_features, self.device) for _ in range(2)]
         for rows, heldout in self._batches():
             x = self.inputs[rows].to(self.device).flatten(0, 1)
             features, target = block.features(x), mlp(x)

@@ -1,4 +1,4 @@
-"""Checkpoint folders: find a source, list its tensors, load a model fully or not at all, write whole.
+"""Checkpoint folders: find a source, list its tensors, load fully or not at all, write whole.
 
 A checkpoint is named by a local folder, a hub id, or a GGUF file, which is dequantised once into a
 cache folder (`$BILINEARIZE_CACHE`, else `~/.cache/bilinearize`).
@@ -41,7 +41,7 @@ CARRIED = (
 
 
 def resolve_checkpoint(source: str, revision: str | None = None) -> Path:
-    """The local folder that holds `source`: itself, a downloaded hub snapshot, or a dequantised GGUF.
+    """The local folder of `source`: itself, a downloaded hub snapshot, or a dequantised GGUF.
 
     Raises:
         InputError: if there is no such folder, hub id or file, or the folder has no config.json.

@@ -78,15 +78,15 @@ def check_block(form: str, rank: int, activation: str, bias: bool) -> None:
 
 
 class BilinearMLP(nn.Module):
-    """One MLP block: `y(x) = down(sigma(score(x)))`, Breslow (arXiv 2606.22172), equation of rank 1.
+    """One MLP block, `y(x) = down(sigma(score(x)))`, after Breslow (arXiv 2606.22172).
 
         score_j(x) = sum_s (q_js x + b_js)(k_js x + c_js)        form "bilinear"
         score_j(x) = act(q_j x + b_j)(k_j x + c_j), sigma = id   form "gated" (the source's SwiGLU)
 
     The weights keep the names of the gated MLP: `gate_proj` holds q, `up_proj` k (rank factors of
-    one slot adjacent: row `j * rank + s`), `down_proj` the slots' values. At rank 1 with the identity
-    this is a stock Llama MLP with `hidden_act: "linear"`; without sigma it is the bilinear layer of
-    Pearce et al. (arXiv 2410.08417).
+    one slot adjacent: row `j * rank + s`), `down_proj` the slots' values. At rank 1 with the
+    identity this is a stock Llama MLP with `hidden_act: "linear"`, and the bilinear layer of Pearce
+    et al. (arXiv 2410.08417).
 
     Shapes: `gate_proj`, `up_proj` (intermediate_size * rank, hidden_size), `down_proj`
     (hidden_size, intermediate_size); `forward` maps (..., hidden_size) to (..., hidden_size).

@@ -10,6 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Pico models gain nothing from threads, and waiting threads slow everything else down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
 
 WORDS = (
     "the a one two tree house river stone light water runs stands falls turns over under and or "

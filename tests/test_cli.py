@@ -41,7 +41,7 @@ def test_bad_input_is_one_line_and_status_2(capsys, pico_llama, text_file, tmp_p
         (("convert", pico_llama, out), "--text"),
         (("convert", tmp_path / "none", out, "--text", text_file), "no such checkpoint folder"),
         (("run", tmp_path / "bad.yaml"), "methud"),
-        (("run", tmp_path / "worse.yaml"), "worse.yaml"),
+        (("run", tmp_path / "worse.yaml"), "worse.yaml: "),
         (("run", tmp_path / "none.yaml"), "none.yaml"),
         (("finetune", pico_llama, out, "--teacher", pico_llama), "text"),
         (
@@ -89,7 +89,7 @@ def test_run_makes_every_part(run_folder):
     for name in ("converted", "taylor", "finetuned"):
         load_causal_lm(out / name)
     report = json.loads((out / "eval" / "eval.json").read_text())
-    assert list(report["models"]) == ["teacher", "taylor", "refit", "finetuned"]
+    assert list(report["candidates"]) == ["taylor", "refit", "finetuned"]
     resolved = yaml.safe_load((out / "config.yaml").read_text())
     assert resolved["convert"]["tokens"] == 1024
     assert resolved["finetune"]["batch_size"] == 4  # a default, resolved
@@ -99,13 +99,13 @@ def test_a_second_run_skips_what_is_there_and_redoes_what_is_not(run_folder, cap
     path, out = run_folder
     kept = (out / "converted" / "model.safetensors").stat().st_mtime_ns
     report = out / "eval" / "eval.json"
-    before = json.loads(report.read_text())["models"]
+    before = json.loads(report.read_text())["candidates"]
     for file in (out / "eval").iterdir():
         file.unlink()
     (out / "eval").rmdir()
     main(["run", str(path)])
     assert (out / "converted" / "model.safetensors").stat().st_mtime_ns == kept
-    after = json.loads(report.read_text())["models"]
+    after = json.loads(report.read_text())["candidates"]
     assert before["refit"] == after["refit"]
     main(["run", str(path)])
     printed = capsys.readouterr().out

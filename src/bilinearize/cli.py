@@ -189,6 +189,19 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
+def check_yaml(argv: list[str]) -> None:
+    """Raise InputError for a --config that is missing or no YAML mapping, naming the file."""
+    for flag, value in zip(argv, argv[1:], strict=False):
+        if flag != "--config":
+            continue
+        try:
+            content = yaml.safe_load(Path(value).read_text())
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise InputError(f"{value}: not a readable YAML file: {error}") from error
+        if not isinstance(content, dict):
+            raise InputError(f"{value}: holds no keys; write one `key: value` a line.")
+
+
 COMMANDS = {"convert": run_convert, "finetune": run_finetune, "eval": run_eval, "run": run_all}
 
 
@@ -198,6 +211,7 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] == ["run"] and len(argv) > 1 and not argv[1].startswith("-"):
         argv.insert(1, "--config")
     try:
+        check_yaml(argv)
         args = build_parser().parse_args(argv)
         COMMANDS[args.command](args[args.command])
     except (InputError, ArgumentError) as error:

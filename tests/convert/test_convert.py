@@ -8,7 +8,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from bilinearize import InputError
+from bilinearize.convert.fit import GATE_RIDGE
 from bilinearize.convert.run import convert
+from bilinearize.convert.stream import GATE_STRIDE, HELDOUT
 from bilinearize.model.checkpoint import load_causal_lm
 from bilinearize.model.text import pack_windows, read_documents
 
@@ -48,24 +50,50 @@ def test_taylor_halves_the_gate(pico_llama, tmp_path):
         assert new.mlp.gate_proj.bias is None
 
 
+def ridge_lstsq(design, target, ridge):
+    """Least squares with a ridge on unit-scaled columns, by rows appended to the design."""
+    scale = design.square().sum(0).sqrt()
+    padded = torch.cat([design / scale, ridge**0.5 * torch.eye(len(scale)).double()])
+    zeros = torch.zeros(len(scale), target.shape[1]).double()
+    return torch.linalg.lstsq(padded, torch.cat([target, zeros])).solution / scale[:, None]
+
+
+def reference_gates(g, u, exact, root):
+    """Slope and intercept of each slot by itself."""
+    gates = []
+    for j in range(g.shape[1]):
+        design = torch.stack([g[:, j] * u[:, j], u[:, j]], 1) * root
+        gates.append(torch.linalg.lstsq(design, exact[:, j : j + 1] * root).solution[:, 0])
+    return torch.stack(gates, 1)
+
+
+def reference_joint_gates(g, u, output, root, down, gates):
+    """Slopes and intercepts of all slots at once, one row for each token and output."""
+    columns = down.repeat(1, 2)  # (outputs, 2 slots)
+    design = (torch.cat([g * u, u], 1)[:, None, :] * columns * root[:, :, None]).flatten(0, 1)
+    start = gates.flatten()
+    wanted = (output * root).flatten() - design @ start
+    return (start + ridge_lstsq(design, wanted[:, None], GATE_RIDGE)[:, 0]).view(2, -1)
+
+
 @torch.no_grad()
 def reference_refit(folder, text, ridges):
-    """The conversion in float64 on whole tensors, as the method is described, ridges given.
+    """The conversion in float64 on whole tensors, as the method is described.
 
-    Returns slopes, intercepts, and the down_proj weight and bias of each layer.
+    `ridges` are those that the converter chose, by layer and round kept. Returns slopes,
+    intercepts, and the down_proj weight and bias of each layer.
     """
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     windows = pack_windows(read_documents(str(text)), tokenizer, WINDOW, TOKENS)
+    fitted = torch.arange(len(windows)) % HELDOUT != HELDOUT - 1
     teacher = model.model.embed_tokens(windows)
     student = teacher.clone()
     rotary = model.model.rotary_emb(teacher, torch.arange(WINDOW)[None])
     found = []
-    for layer, ridge in zip(model.model.layers, ridges, strict=True):
+    for layer, rounds in zip(model.model.layers, ridges, strict=True):
         mlp = layer.mlp
-        g_weight, u_weight, d_weight = (
-            getattr(mlp, name).weight for name in ("gate_proj", "up_proj", "down_proj")
-        )
+        down = mlp.down_proj.weight
 
         def attend(states, layer=layer):
             normed = layer.input_layernorm(states)
@@ -75,38 +103,38 @@ def reference_refit(folder, text, ridges):
         middle = attend(teacher)
         update = mlp(layer.post_attention_layernorm(middle))
         teacher = middle + update
-        weight = token_weight(middle, update, teacher)
+        power = teacher.square().mean(-1, keepdim=True) + update.square().mean(-1, keepdim=True)
+        root = power.rsqrt()
         student = attend(student)
-        x = layer.post_attention_layernorm(student).flatten(0, 1)
-        g, u = x @ g_weight.T, x @ u_weight.T
+        x = layer.post_attention_layernorm(student)
+        g, u = mlp.gate_proj(x), mlp.up_proj(x)
         exact = torch.nn.functional.silu(g) * u
-        root = weight.flatten().sqrt()[:, None]
-        gates = []
-        for j in range(g.shape[1]):
-            design = torch.stack([g[:, j] * u[:, j], u[:, j]], 1) * root
-            gates.append(torch.linalg.lstsq(design, exact[:, j : j + 1] * root).solution[:, 0])
-        slope, intercept = torch.stack(gates, 1)
-        features = (slope * g + intercept) * u
-        design = torch.cat([features, torch.ones_like(root)], 1) * root
-        scale = design.square().sum(0).sqrt()
-        padded = torch.cat([design / scale, ridge**0.5 * torch.eye(len(scale)).double()])
-        residual = (exact - features) @ d_weight.T * root
-        target = torch.cat([residual, torch.zeros(len(scale), residual.shape[1]).double()])
-        correction = torch.linalg.lstsq(padded, target).solution / scale[:, None]
-        down, bias = d_weight + correction[:-1].T, correction[-1]
-        student = student + (features @ down.T + bias).view_as(student)
-        found.append((slope, intercept, down, bias))
+        flat = [part.flatten(0, 1) for part in (g, u, exact, root)]
+        gates = reference_gates(*flat)
+        subset = [part[fitted, ::GATE_STRIDE].flatten(0, 1) for part in (g, u, mlp(x), root)]
+        new_down, bias = down, torch.zeros(len(down)).double()
+        for number, ridge in enumerate(rounds, 1):
+            which = torch.ones_like(fitted) if number == len(rounds) else fitted
+            gates = reference_joint_gates(
+                subset[0], subset[1], subset[2] - bias, subset[3], new_down, gates
+            )
+            features = (gates[0] * g + gates[1]) * u
+            ones = torch.cat([features, torch.ones_like(root)], -1) * root
+            residual = (exact - features) @ down.T * root
+            correction = ridge_lstsq(
+                ones[which].flatten(0, 1), residual[which].flatten(0, 1), ridge
+            )
+            new_down, bias = down + correction[:-1].T, correction[-1]
+        student = student + features @ new_down.T + bias
+        found.append((*gates, new_down, bias))
     return found
-
-
-def token_weight(middle, update, after):
-    return 1 / after.square().mean(-1, keepdim=True)
 
 
 def test_refit_equals_the_method_written_out_in_float64(converted, pico_llama, text_file):
     out, record = converted
-    ridges = [layer["ridge"] for layer in record["layers"]]
-    assert None not in ridges
+    ridges = [layer["ridges"][: layer["kept_round"]] for layer in record["layers"]]
+    assert all(rounds and None not in rounds for rounds in ridges)
+    assert max(map(len, ridges)) == 2
     expected = reference_refit(pico_llama, text_file, ridges)
     source, model = load_causal_lm(pico_llama), load_causal_lm(out)
     x = torch.randn(50, 32)

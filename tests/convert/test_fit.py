@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from bilinearize.convert.fit import NO_CORRECTION, AffineSums, LinearSums, refit
+from bilinearize.convert.fit import (
+    GATE_RIDGE,
+    NO_CORRECTION,
+    AffineSums,
+    GateSums,
+    LinearSums,
+    refit,
+)
 
 CPU = torch.device("cpu")
 
@@ -48,6 +55,29 @@ def test_affine_gates_of_degenerate_slots_are_finite():
     assert slope[1] == intercept[1] == 0
 
 
+def test_joint_gates_are_least_squares_towards_the_output():
+    gate, up, target, weight = (part.double() for part in tokens(200))
+    generator = torch.Generator().manual_seed(7)
+    down = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    output = target @ down.T + 0.1 * torch.randn(200, 3, generator=generator, dtype=torch.float64)
+    start = torch.full((5,), 0.5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    sums = GateSums(5, 3, CPU)
+    sums.add(gate, up, output, weight)
+    slope, intercept = sums.solve(down, *start)
+    # The same as one design matrix: a row for each token and output, a column for each unknown.
+    features = torch.cat([gate * up, up], 1)
+    columns = down.repeat(1, 2)
+    design = (features[:, None, :] * columns * weight.sqrt()[:, :, None]).flatten(0, 1)
+    wanted = (output * weight.sqrt()).flatten() - design @ torch.cat(start)
+    scale = design.square().sum(0).sqrt()
+    padded = torch.cat([design / scale, GATE_RIDGE**0.5 * torch.eye(10).double()])
+    step = (
+        torch.linalg.lstsq(padded, torch.cat([wanted, torch.zeros(10).double()])).solution / scale
+    )
+    torch.testing.assert_close(slope, start[0] + step[:5])
+    torch.testing.assert_close(intercept, start[1] + step[5:])
+
+
 def linear_problem(count: int, seed: int, noise: float):
     """features (count, 6), residual (count, 3), weight; a true linear map plus noise."""
     generator = torch.Generator().manual_seed(seed)
@@ -88,7 +118,7 @@ def test_error_is_the_weighted_share_left():
 
 def test_refit_generalises_where_there_is_something_to_learn():
     solved = refit(sums_of(*linear_problem(300, 1, 0.1)), sums_of(*linear_problem(100, 2, 0.1)))
-    assert solved.heldout_error < 0.1 * solved.affine_error
+    assert solved.heldout_error < 0.1 * solved.uncorrected_error
     assert solved.ridge < 0.1
 
 
@@ -102,7 +132,7 @@ def test_refit_of_pure_noise_is_never_worse_than_none():
     for _ in range(20):
         fitted, heldout = noise(9), noise(9)
         solved = refit(fitted, heldout)
-        assert solved.heldout_error <= solved.affine_error
+        assert solved.heldout_error <= solved.uncorrected_error
         if solved.ridge == NO_CORRECTION:
             assert not solved.correction.any()
         # Negative control: the smallest ridge overfits.
