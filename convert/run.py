@@ -18,7 +18,7 @@ from bilinearize.convert.stream import Stream
 from bilinearize.convert.writer import ShardWriter
 from bilinearize.model import checkpoint
 from bilinearize.model.errors import InputError
-from bilinearize.model.modeling_bilinear_llama import BilinearMLP
+from bilinearize.model.modeling_bilinear import BilinearMLP
 from bilinearize.model.symmetry import balance_
 from bilinearize.model.text import fingerprint, pack_windows, read_documents
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from bilinearize.convert.fit import AffineSums, GateSums, LinearSums, Refit, refit
 from bilinearize.convert.source import Source
-from bilinearize.model.modeling_bilinear_llama import BilinearMLP
+from bilinearize.model.modeling_bilinear import BilinearMLP
 
 # One window in HELDOUT is kept from the fit, to choose the ridge and to report the error.
 HELDOUT = 4

@@ -1,22 +1,27 @@
-"""The families that can be converted, as data, and their registration with the Auto classes."""
+"""The families that can be converted, and their registration with the Auto classes."""
 
 from dataclasses import dataclass
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from bilinearize.model import modeling_bilinear_llama as llama
+from bilinearize.model import modeling_bilinear
+from bilinearize.model.modeling_bilinear import ROWS, Row
 
 
 @dataclass(frozen=True)
 class Family:
     """One source architecture and the classes that its conversion uses."""
 
-    source_type: str
-    """`model_type` of the source's config."""
+    row: Row
     config: type[PretrainedConfig]
     model: type[PreTrainedModel]
     causal_lm: type[PreTrainedModel]
+
+    @property
+    def source_type(self) -> str:
+        """`model_type` of the source's config."""
+        return self.row.source_type
 
     @property
     def module(self) -> str:
@@ -33,14 +38,12 @@ class Family:
         }
 
 
-FAMILIES = {
-    "llama": Family(
-        "llama",
-        llama.BilinearLlamaConfig,
-        llama.BilinearLlamaModel,
-        llama.BilinearLlamaForCausalLM,
-    ),
-}
+def _family(row: Row) -> Family:
+    kinds = ("Config", "Model", "ForCausalLM")
+    return Family(row, *(getattr(modeling_bilinear, row.class_name(kind)) for kind in kinds))
+
+
+FAMILIES = {row.source_type: _family(row) for row in ROWS}
 CONVERTED_TYPES = {family.config.model_type: family for family in FAMILIES.values()}
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from bilinearize.model.modeling_bilinear_llama import BilinearMLP
+from bilinearize.model.modeling_bilinear import BilinearMLP
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ Importing the package registers the converted model types with transformers' Aut
 
 from bilinearize.model.errors import InputError
 from bilinearize.model.families import register
-from bilinearize.model.modeling_bilinear_llama import (
+from bilinearize.model.modeling_bilinear import (
     BilinearLlamaConfig,
     BilinearLlamaForCausalLM,
     BilinearLlamaModel,

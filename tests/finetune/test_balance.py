@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bilinearize.model.modeling_bilinear_llama import BilinearMLP
+from bilinearize.model.modeling_bilinear import BilinearMLP
 from bilinearize.model.symmetry import balance_
 
 

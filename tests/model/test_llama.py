@@ -67,7 +67,7 @@ def test_save_and_reload(bilinear, tmp_path):
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(loaded.eval()(TOKENS).logits, bilinear(TOKENS).logits)
     assert isinstance(AutoModel.from_pretrained(tmp_path / "saved"), BilinearLlamaModel)
-    assert (tmp_path / "saved" / "modeling_bilinear_llama.py").is_file()
+    assert (tmp_path / "saved" / "modeling_bilinear.py").is_file()
 
 
 def test_per_layer_settings_survive_a_reload(pico_llama, tmp_path):
@@ -115,8 +115,8 @@ BLOCKED = "sys.modules['bilinearize'] = None  # importing it raises"
 )
 def test_loading_in_a_fresh_process(bilinear, tmp_path, first, options, module, loads):
     bilinear.config.auto_map = {
-        "AutoConfig": "modeling_bilinear_llama.BilinearLlamaConfig",
-        "AutoModelForCausalLM": "modeling_bilinear_llama.BilinearLlamaForCausalLM",
+        "AutoConfig": "modeling_bilinear.BilinearLlamaConfig",
+        "AutoModelForCausalLM": "modeling_bilinear.BilinearLlamaForCausalLM",
     }
     folder = tmp_path / "saved.v1"  # a path with a dot
     bilinear.save_pretrained(folder)
