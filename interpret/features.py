@@ -53,8 +53,8 @@ class FeatureBasis:
         matrix = self.interaction(direction)
         pairs = torch.triu(matrix) + torch.triu(matrix, 1)
         order = pairs.abs().flatten().topk(min(count, pairs.numel())).indices
-        rows, columns = order // len(pairs), order % len(pairs)
-        return [(b, c, float(pairs[b, c])) for b, c in zip(rows.tolist(), columns.tolist())]
+        where = (order // len(pairs)).tolist(), (order % len(pairs)).tolist()
+        return [(b, c, float(pairs[b, c])) for b, c in zip(*where, strict=True)]
 
 
 def feature_basis(

@@ -25,7 +25,7 @@ class Spectrum:
     """(b, k, i), unit rows, the first k of them."""
 
     def activations(self, x: Tensor) -> Tensor:
-        """How far each kept eigenvector is in each input, `v . x~`: (..., inputs) to (..., b, k)."""
+        """How much of each kept eigenvector is in x, `v . x~`: (..., inputs) to (..., b, k)."""
         return torch.einsum("...i,bki->...bk", self.tensor.augment(x), self.vectors)
 
     def contributions(self, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from bilinearize import BilinearMLP, InputError
 
@@ -151,7 +152,7 @@ def check_polynomial(mlp: nn.Module, name: str) -> None:
             f"{name} is {mlp.form}: the activation on one factor makes it no quadratic form; name "
             "a converted layer."
         )
-    if not isinstance(mlp.act_fn, nn.Identity):
+    if not isinstance(mlp.act_fn, (nn.Identity, type(ACT2FN["linear"]))):
         raise InputError(
             f"{name} has sigma = {type(mlp.act_fn).__name__} on the product: symmetric, but no "
             "polynomial, so no tensor; convert with activation identity."
