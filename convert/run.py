@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from bilinearize.convert.card import write_card
 from bilinearize.convert.fit import NO_CORRECTION
-from bilinearize.convert.source import Source
+from bilinearize.convert.source import Layer, Source
 from bilinearize.convert.stream import Stream
 from bilinearize.convert.writer import ShardWriter
 from bilinearize.model import checkpoint
@@ -110,7 +110,7 @@ class LayerConverter:
         self.ridge = 1e-2
 
     @torch.no_grad()
-    def __call__(self, layer: nn.Module) -> tuple[BilinearMLP, dict]:
+    def __call__(self, layer: Layer) -> tuple[BilinearMLP, dict]:
         """The block, holding weights as they will be stored, and the layer's record."""
         mlp = layer.mlp
         if self.stream is None:
@@ -122,7 +122,7 @@ class LayerConverter:
         block, record = self._fit(mlp, self.stream, *self.stream.fit_gates(layer))
         balance_(block)
         block = self._stored(block)
-        self.stream.advance_student(block)
+        self.stream.advance_student(layer, block)
         return block, record
 
     def _fit(
@@ -251,12 +251,9 @@ def read_calibration(
 
 def converted_config(model: Source, method: str, dtype: torch.dtype):
     """The configuration of the converted checkpoint, auto_map included."""
-    values = model.config.to_dict()
-    for key in ("model_type", "architectures", "_name_or_path", "transformers_version", "dtype"):
-        values.pop(key, None)
-    biased = method in FITTED or bool(values.get("mlp_bias"))
+    biased = method in FITTED or model.biased
     form = "gated" if method == "gated" else "bilinear"
-    config = model.family.config(**values, bilinear_form=form, bilinear_bias=biased, dtype=dtype)
+    config = model.converted_config(bilinear_form=form, bilinear_bias=biased, dtype=dtype)
     config.architectures = [model.family.causal_lm.__name__]
     config.auto_map = model.family.auto_map
     return config

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from bilinearize.convert.fit import AffineSums, GateSums, LinearSums, Refit, refit
-from bilinearize.convert.source import Source
+from bilinearize.convert.source import Layer, Source
+from bilinearize.convert.trunk import Trunk
 from bilinearize.model.modeling_bilinear import BilinearMLP
 
 # One window in HELDOUT is kept from the fit, to choose the ridge and to report the error.
@@ -72,22 +73,20 @@ class Stream:
             heldout[-1] = True
         windows = torch.cat([windows[~heldout], windows[heldout]])
         self.fitted_rows = int((~heldout).sum())
-        self.source = source
         self.device = device
-        self.positions = source.rotary(windows, device)
+        self.trunk = Trunk(source, windows, device)
         shape = (*windows.shape, source.config.hidden_size)
         # Three such tensors: teacher, student, and the weight's share is negligible.
         self.teacher = States(shape, state_budget_bytes // 3, folder).tensor
         self.student = States(shape, state_budget_bytes // 3, folder).tensor
         self.inputs = States(shape, state_budget_bytes // 3, folder).tensor
-        embedding = source.read("model.embed_tokens.weight")
         for rows, _ in self._batches():
-            self.teacher[rows] = nn.functional.embedding(windows[rows], embedding).float()
+            self.teacher[rows] = self.trunk.embed(rows).cpu()
             self.student[rows] = self.teacher[rows]
         self.weight = torch.empty(*windows.shape, 1)
 
     def _batches(self) -> Iterator[tuple[slice, bool]]:
-        size = max(1, TOKENS_PER_BATCH // self.positions[0].shape[1])
+        size = max(1, TOKENS_PER_BATCH // self.teacher.shape[1])
         for first, last, heldout in (
             (0, self.fitted_rows, False),
             (self.fitted_rows, None, True),
@@ -96,33 +95,38 @@ class Stream:
             for start in range(first, last, size):
                 yield slice(start, min(start + size, last)), heldout
 
-    def _until_mlp(self, layer: nn.Module, states: torch.Tensor) -> Iterator[Batch]:
-        original, capture = layer.mlp, _Capture()
-        layer.mlp = capture
+    def _until_mlp(self, layer: Layer, states: torch.Tensor) -> Iterator[Batch]:
+        module, capture = layer.module, _Capture()
+        original, module.mlp = module.mlp, capture
         try:
             for rows, heldout in self._batches():
                 hidden = states[rows].to(self.device)
-                residual = layer(hidden, position_embeddings=self.positions, attention_mask=None)
+                residual = module(hidden, **self.trunk.calls[layer.index])
                 yield Batch(rows, heldout, residual, capture.input)
         finally:
-            layer.mlp = original
+            module.mlp = original
 
-    def advance_teacher(self, layer: nn.Module) -> None:
+    def advance_teacher(self, layer: Layer) -> None:
         """Move the teacher's states past `layer` and set the token weights.
 
         A token weighs 1 / (mean(state^2) + mean(update^2)), state the residual stream after the
         layer, update what the MLP adds: errors count relative to what the layers above will see.
         The second term matters where a layer takes a massive activation back out of the stream.
+        Where the MLP's output is normed or scaled on its way into the stream, its errors grow or
+        shrink with it: the weight is multiplied by mean(update^2) / mean(output^2).
         """
         mlp = layer.mlp
         for batch in self._until_mlp(layer, self.teacher):
-            update = mlp(batch.mlp_input)
+            output = mlp(batch.mlp_input)
+            update = layer.join(output)
             states = batch.residual + update
             self.teacher[batch.rows] = states.cpu()
-            power = states.square().mean(-1, keepdim=True) + update.square().mean(-1, keepdim=True)
-            self.weight[batch.rows] = power.clamp_min(1e-12).reciprocal().cpu()
+            weight = (_power(states) + _power(update)).clamp_min(1e-12).reciprocal()
+            if layer.joins:
+                weight *= _power(update) / _power(output).clamp_min(1e-12)
+            self.weight[batch.rows] = weight.cpu()
 
-    def fit_gates(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    def fit_gates(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
         """Move the student past the attention; returns slope and intercept of each slot's gate."""
         mlp = layer.mlp
         sums = AffineSums(mlp.gate_proj.out_features, self.device)
@@ -161,7 +165,13 @@ class Stream:
             sums[heldout].add(features, residual, target, weight)
         return refit(sums[False], sums[True], start)
 
-    def advance_student(self, block: nn.Module) -> None:
-        """Add the converted block's output to the student's states."""
+    def advance_student(self, layer: Layer, block: nn.Module) -> None:
+        """Add the converted block's output to the student's states, as `layer` adds its own."""
         for rows, _ in self._batches():
-            self.student[rows] += block(self.inputs[rows].to(self.device)).cpu()
+            output = block(self.inputs[rows].to(self.device))
+            self.student[rows] += layer.join(output).cpu()
+
+
+def _power(x: torch.Tensor) -> torch.Tensor:
+    """Mean square: (..., d) to (..., 1)."""
+    return x.square().mean(-1, keepdim=True)
