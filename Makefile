@@ -37,9 +37,9 @@ format: $(VENV)/installed
 # A link tree that static checkers can follow; the editable install's import hook they can not.
 types: $(VENV)/installed
 	rm -rf build/types && mkdir -p build/types/bilinearize
-	ln -s $(CURDIR)/src/bilinearize/* $(addprefix $(CURDIR)/,convert finetune eval model) \
+	ln -s $(CURDIR)/src/bilinearize/* $(addprefix $(CURDIR)/,convert finetune eval interpret model) \
 		build/types/bilinearize/
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The tests against the built wheel, in an environment that never saw the source tree.
 wheel-test: $(VENV)/installed
