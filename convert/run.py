@@ -6,6 +6,7 @@ import shutil
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -126,12 +127,13 @@ class LayerConverter:
         return block, record
 
     def _fit(
-        self, mlp: nn.Module, stream: Stream, slope: torch.Tensor, intercept: torch.Tensor
+        self, mlp: Any, stream: Stream, slope: torch.Tensor, intercept: torch.Tensor
     ) -> tuple[BilinearMLP, dict]:
         """Gates and down_proj in turn, the best by held-out error kept; see `ROUNDS`."""
         gates = slope, intercept
         block = bilinear_block(mlp, *gates)
-        best, record = block, {}
+        best = block
+        record: dict[str, Any] = {}
         for _ in range(ROUNDS if self.method == "refit" else 1):
             gates = stream.join_gates(mlp, block, *gates)
             block = bilinear_block(mlp, *gates)
@@ -160,7 +162,7 @@ class LayerConverter:
 
 
 def bilinear_block(
-    mlp: nn.Module, slope: torch.Tensor, intercept: torch.Tensor | None
+    mlp: Any, slope: torch.Tensor, intercept: torch.Tensor | None
 ) -> BilinearMLP:
     """The gated MLP with `act(g)` replaced by `slope g + intercept`, per slot.
 
@@ -185,12 +187,12 @@ def bilinear_block(
 def corrected(block: BilinearMLP, correction: torch.Tensor) -> BilinearMLP:
     """A copy of `block` with `correction` (intermediate_size + 1, hidden_size) on its down_proj."""
     block = copy.deepcopy(block)
-    block.down_proj.weight += correction[:-1].T.float()
-    block.down_proj.bias += correction[-1].float()
+    block.down_proj.weight.add_(correction[:-1].T.float())
+    block.down_proj.bias.add_(correction[-1].float())
     return block
 
 
-def derivative_at_zero(activation: nn.Module) -> float:
+def derivative_at_zero(activation: Any) -> float:
     """The slope of the activation at 0: 1/2 for silu and gelu."""
     zero = torch.zeros((), dtype=torch.float64, requires_grad=True)
     with torch.enable_grad():

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -86,11 +87,8 @@ def dequantise_gguf(path: Path) -> Path:
     except (ValueError, OSError, KeyError, RuntimeError, NotImplementedError) as error:
         raise InputError(f"{path}: not a GGUF model that transformers reads: {error}") from error
     # The weights are plain fp32 from here on; with the entry left in, saving is refused.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.hf_quantizer = None
-    if folder.parent.joinpath(folder.name + ".partial").exists():
-        shutil.rmtree(folder.parent / (folder.name + ".partial"))
+    model.config.__dict__.pop("quantization_config", None)
+    model.__dict__.pop("hf_quantizer", None)
     with atomic_folder(folder) as partial:
         tokenizer.save_pretrained(partial)
         model.save_pretrained(partial)
@@ -150,9 +148,10 @@ def load_causal_lm(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrain
     list_tensors(folder)
     load_config(folder)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, output_loading_info=True
         )
+        model, info = loaded
     except (ValueError, OSError, RuntimeError) as error:
         raise InputError(f"{folder}: {str(error).strip().splitlines()[0]}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):

@@ -135,11 +135,12 @@ def pack_windows(
     body = window - len(start)
     wanted = None if tokens is None else tokens // window * body
     stream: list[int] = []
+    end = tokenizer.eos_token_id
     for document in documents:
         if not document.strip():
             continue
-        if stream and tokenizer.eos_token_id is not None:
-            stream.append(tokenizer.eos_token_id)
+        if stream and isinstance(end, int):
+            stream.append(end)
         stream += tokenizer(document, add_special_tokens=False, verbose=False).input_ids
         if wanted is not None and len(stream) >= wanted:
             break

@@ -47,9 +47,14 @@ def run_convert(args: Namespace) -> None:
 
 def run_finetune(args: Namespace) -> None:
     """`bilinearize finetune`."""
+    from accelerate import PartialState
+
     from bilinearize.finetune.run import finetune
 
-    finetune(args.student, args.teacher, Path(args.out), **args_of(args, FinetuneConfig))
+    try:
+        finetune(args.student, args.teacher, Path(args.out), **args_of(args, FinetuneConfig))
+    finally:
+        PartialState().destroy_process_group()
 
 
 def run_eval(args: Namespace) -> None:
