@@ -1,4 +1,4 @@
-"""Print what a finished run shows: the table of its report, then text that each model wrote.
+"""Print the text that each model of a finished run wrote, next to the teacher's.
 
 python demo/show.py runs/demo
 """
@@ -7,19 +7,17 @@ import json
 import sys
 from pathlib import Path
 
-from bilinearize.eval.report import format_protocol, format_table
-
 
 def show(run: Path) -> str:
-    """The report of `run` as text."""
+    """The samples of the run's report as text."""
     result = json.loads((run / "eval" / "eval.json").read_text(encoding="utf-8"))
-    lines = [format_table(result), "", format_protocol(result)]
+    lines = []
     for sample in result["samples"]:
         lines += ["", "Prompt: ..." + quote(sample["prompt"][-200:])]
         lines.append(f"  teacher:   {quote(sample['teacher'])}")
         for name, text in sample["candidates"].items():
             lines.append(f"  {name + ':':<10} {quote(text)}")
-    lines += ["", f"The same with plots: {run / 'eval'}/eval.md and eval.png"]
+    lines += ["", f"The report with its plot: {run / 'eval'}/eval.md and eval.png"]
     return "\n".join(lines)
 
 

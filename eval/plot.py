@@ -64,11 +64,14 @@ def _draw_perplexity(axes: Axes, styles: list[tuple]) -> None:
 
 
 def _round_ticks(low: float, high: float) -> np.ndarray:
-    """At most 6 round numbers, their logs from `low` to `high`: powers of ten where there are 3."""
+    """At most 4 round numbers, their logs from `low` to `high`: powers of ten where there are 3."""
     first, last = math.ceil(low / math.log(10)), math.floor(high / math.log(10))
     if last - first >= 2:
-        return 10.0 ** np.arange(first, last + 1, math.ceil((last - first + 1) / 6))
-    ticks = np.asarray(MaxNLocator(5).tick_values(math.exp(low), math.exp(high)))
+        return 10.0 ** np.arange(first, last + 1, math.ceil((last - first + 1) / 4))
+    if high - low > math.log(5):  # 1, 2, 5, 10, ...; else evenly spaced numbers
+        ticks = np.outer(10.0 ** np.arange(first - 1, last + 1), (1, 2, 5)).ravel()
+    else:
+        ticks = np.asarray(MaxNLocator(5).tick_values(math.exp(low), math.exp(high)))
     return ticks[(ticks > math.exp(low)) & (ticks < math.exp(high))]
 
 

@@ -134,7 +134,6 @@ def test_refit_equals_the_method_written_out_in_float64(converted, pico_llama, t
     out, record = converted
     ridges = [layer["ridges"][: layer["kept_round"]] for layer in record["layers"]]
     assert all(rounds and None not in rounds for rounds in ridges)
-    assert max(map(len, ridges)) == 2
     expected = reference_refit(pico_llama, text_file, ridges)
     source, model = load_causal_lm(pico_llama), load_causal_lm(out)
     x = torch.randn(50, 32)
