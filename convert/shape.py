@@ -41,7 +41,7 @@ def describe_mlp(config: PretrainedConfig) -> str:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, ImportError, AttributeError):
+    except (ValueError, KeyError, TypeError, ImportError, AttributeError):
         return "no causal language model that transformers builds"
     for name, module in model.named_modules():
         if name.endswith(tuple(f".0.{part}" for part in MLP_NAMES)):
