@@ -84,8 +84,9 @@ def dequantise_gguf(path: Path) -> Path:
         names = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         model = AutoModelForCausalLM.from_pretrained(**names, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(**names)
-    except (ValueError, OSError, KeyError, RuntimeError, NotImplementedError) as error:
-        raise InputError(f"{path}: not a GGUF model that transformers reads: {error}") from error
+    except Exception as error:  # a damaged file fails in many ways
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path}: not a GGUF model that transformers reads: {reason}") from error
     # The weights are plain fp32 from here on; with the entry left in, saving is refused.
     model.config.__dict__.pop("quantization_config", None)
     model.__dict__.pop("hf_quantizer", None)

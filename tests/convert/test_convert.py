@@ -175,6 +175,33 @@ def test_refit_is_better_than_affine_and_affine_than_taylor(
         assert layer["heldout_error"] <= layer["affine_error"]
 
 
+def exchange_(mlp):
+    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+
+
+def scale_inversely_(mlp):
+    factor = torch.linspace(-3, 3, len(mlp.gate_proj.weight))
+    for linear, by in ((mlp.gate_proj, factor), (mlp.up_proj, 1 / factor)):
+        linear.weight.data.mul_(by[:, None])
+        if linear.bias is not None:
+            linear.bias.data.mul_(by)
+
+
+@pytest.mark.parametrize("change", [exchange_, scale_inversely_])
+def test_symmetries_hold_for_the_converted_model_and_not_for_its_source(
+    converted, pico_llama, token_ids, change
+):
+    changes = []
+    for folder in (converted[0], pico_llama):
+        model = load_causal_lm(folder)
+        before = model(token_ids).logits
+        for layer in model.model.layers:
+            change(layer.mlp)
+        changes.append(((model(token_ids).logits - before).norm() / before.norm()).item())
+    assert changes[0] < 1e-5
+    assert changes[1] > 0.05
+
+
 def test_what_is_written(converted, pico_llama):
     out, record = converted
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
