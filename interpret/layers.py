@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from bilinearize import BilinearMLP, InputError
-from bilinearize.interpret.tensor import BilinearTensor, block_tensor
+from bilinearize.interpret.tensor import BilinearTensor, block_tensor, check_polynomial
 
 
 def decoder_layers(model: PreTrainedModel) -> Any:
@@ -89,7 +89,11 @@ def norm_eps(norm: nn.Module) -> float:
 
 
 def layer_tensor(
-    model: PreTrainedModel, layer: int, fold: bool = True, dtype: torch.dtype = torch.float64
+    model: PreTrainedModel,
+    layer: int,
+    fold: bool = True,
+    dtype: torch.dtype = torch.float64,
+    mlp: nn.Module | None = None,
 ) -> BilinearTensor:
     """The tensor of one layer's block.
 
@@ -97,18 +101,22 @@ def layer_tensor(
         fold: fold the weights of the RMSNorm in front (and behind, if there is one), so that the
             inputs are directions of the residual stream: `x / rms(x)`, see `mlp_inputs`. What is
             left out is each token's own `1 / rms`. False reads the block as it stands.
+        mlp: another block to read in this layer's place, such as a control.
 
     Raises:
         InputError: if there is no such layer, it is not converted, or there is no RMSNorm to fold.
     """
     module, name = find_layer(model, layer), f"layer {layer}"
+    mlp = mlp or module.mlp
+    assert mlp is not None
+    check_polynomial(mlp, name)
+    size = model.config.hidden_size
     if not fold:
-        return block_tensor(module.mlp, dtype=dtype, name=name)
-    plain = block_tensor(module.mlp, dtype=dtype, name=name)
-    before = norm_weight(norm_before(module, name), plain.inputs, name)
+        return block_tensor(mlp, dtype=dtype, name=name)
+    before = norm_weight(norm_before(module, name), size, name)
     behind = norm_behind(module)
-    after = None if behind is None else norm_weight(behind, plain.outputs, name)
-    return block_tensor(module.mlp, before, after, dtype, name)
+    after = None if behind is None else norm_weight(behind, size, name)
+    return block_tensor(mlp, before, after, dtype, name)
 
 
 @torch.no_grad()

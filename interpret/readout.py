@@ -68,7 +68,11 @@ class TokenReader:
         return self.unembedding[self.token_id(left)] - self.unembedding[self.token_id(right)]
 
     def reads(self, vectors: Tensor, count: int) -> list[dict]:
-        """Tokens whose embeddings lie furthest along and against each vector, (k, d or d + 1)."""
+        """Tokens whose embeddings lie furthest along and against each vector, (k, d or d + 1).
+
+        Returns:
+            for each vector `most` and `least`, each a list of (text, score, id).
+        """
         return self._extremes(vectors[..., : self.embedding.shape[1]], self.embedding, count)
 
     def writes(self, vectors: Tensor, count: int) -> list[dict]:
@@ -83,7 +87,7 @@ class TokenReader:
             for name, sign in (("most", 1), ("least", -1)):
                 values, ids = (sign * row).topk(count)
                 pairs = zip(ids.tolist(), values.tolist(), strict=True)
-                ends[name] = [(self.text(index), sign * value) for index, value in pairs]
+                ends[name] = [(self.text(index), sign * value, index) for index, value in pairs]
             results.append(ends)
         return results
 

@@ -1,0 +1,152 @@
+"""The commands on a pico model: reports whole or not at all, looked at in headless Chromium."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+
+from bilinearize import InputError
+from bilinearize.interpret.measure import correlate_layers, symmetry
+from bilinearize.interpret.page import Page, Tokens, show_token
+from bilinearize.interpret.run import attribution, spectrum
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --hide-scrollbars "
+    "--disable-background-networking --disable-component-update --disable-sync"
+).split()
+PROBE = """<script>addEventListener("load", () => { document.title = JSON.stringify({
+  pictures: [...document.images].map(i => i.naturalWidth),
+  overflow: document.documentElement.scrollWidth - innerWidth}) })</script>"""
+
+
+@pytest.fixture(scope="module")
+def reports(converted_pico, text_file, tmp_path_factory) -> dict[str, Path]:
+    """One report of each command."""
+    folder, model = tmp_path_factory.mktemp("reports"), str(converted_pico)
+    out = {name: folder / name for name in ("spectrum", "attribute", "symmetry", "correlate")}
+    spectrum(model, out["spectrum"], [" house", " house -  blue", "hosvd:0"], eigenvectors=3)
+    attribution(model, out["attribute"], "a house turns blue", " house", layer=2)
+    symmetry(model, out["symmetry"], str(text_file), tokens=128, window=64)
+    correlate_layers(model, out["correlate"], str(text_file), tokens=256, window=64, directions=3)
+    return out
+
+
+def read(folder: Path) -> dict:
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_pages_are_self_contained(reports):
+    for folder in reports.values():
+        page = (folder / "index.html").read_text()
+        sources = re.findall(r'(?:src|href)="([^"]*)"', page)
+        assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
+        assert len(sources) == len(list(folder.glob("*.png")))
+        assert "http" not in re.sub(r'src="[^"]*"', "", page)
+
+
+def test_spectrum_report(reports):
+    data = read(reports["spectrum"])
+    assert set(data["layers"]) == {"0", "2"} == set(data["overview"]["effective_rank"])
+    first = data["layers"]["0"][0]
+    assert first["direction"] == "␣house" and len(first["eigenvectors"]) == 3
+    sizes = [abs(vector["eigenvalue"]) for vector in first["eigenvectors"]]
+    assert sizes == sorted(sizes, reverse=True)
+    matrix = first["token_interactions"]["matrix"]
+    assert (
+        len(matrix) == len(first["token_interactions"]["tokens"]) and matrix[0][1] == matrix[1][0]
+    )
+
+
+def test_attribution_report_adds_up(reports):
+    data = read(reports["attribute"])
+    assert sum(data["eigenvectors"]) == pytest.approx(data["total"], rel=1e-10)
+    assert sum(map(sum, data["pairs"])) == pytest.approx(data["total"], rel=1e-10)
+    assert data["model_total"] == pytest.approx(data["total"], rel=1e-4)
+
+
+def test_symmetry_report_tells_converted_layers_from_gated_ones(reports):
+    changes = read(reports["symmetry"])["changes"]
+    for kind, layers in changes.items():
+        assert max(layers["0"], layers["2"]) < 1e-12
+        assert layers["1"] < 1e-12 if kind == "absorbed query" else layers["1"] > 0.01
+
+
+def test_correlation_report(reports):
+    data = read(reports["correlate"])
+    assert set(data["shares"]) == {
+        kind + suffix
+        for kind in ("tokens", "strongest", "Gaussian")
+        for suffix in ("", ", shuffled")
+    }
+    values = [row["all"] for row in data["correlations"]["tokens"].values()]
+    flat = [value for row in values for value in row]
+    share = sum(value > 0.75 for value in flat) / len(flat)
+    assert data["shares"]["tokens"]["all"] == pytest.approx(share) and len(flat) == 6
+
+
+def test_bad_input_leaves_nothing(converted_pico, pico_llama, text_file, tmp_path):
+    model, out = str(converted_pico), tmp_path / "out"
+    with pytest.raises(InputError, match="is not one token"):
+        spectrum(model, out, ["qqqq"])
+    with pytest.raises(InputError, match="layer 1 is gated"):
+        spectrum(model, out, [" house"], layers=[1])
+    with pytest.raises(InputError, match="no layer of this model is converted"):
+        spectrum(str(pico_llama), out, [" house"])
+    with pytest.raises(InputError, match="there is no layer 7"):
+        attribution(model, out, "a house", " house", layer=7)
+    with pytest.raises(InputError, match="prompt is empty"):
+        attribution(model, out, " ", " house", layer=0)
+    with pytest.raises(InputError, match="at least 1"):
+        correlate_layers(model, out, str(text_file), directions=0)
+    assert list(tmp_path.iterdir()) == []
+    out.mkdir()
+    with pytest.raises(InputError, match="exists already"):
+        symmetry(model, out, str(text_file))
+
+
+def test_tokens_are_shown_so_that_nothing_is_markup():
+    page = Page("a < b")
+    page.table(["x | y"], [[Tokens([" |", "`", "</td>", "\n", ""])], [0.12345], ["*bold*"]])
+    assert show_token(" a\n") == "␣a⏎" and show_token("") == "(empty)"
+    assert "<code>&lt;/td&gt;</code>" in page.to_html() and "<h1>a &lt; b</h1>" in page.to_html()
+    row = page.to_markdown().splitlines()[4]
+    assert row == "| `␣¦` `ˋ` `</td>` `⏎` `(empty)` |"
+    assert r"\*bold\*" in page.to_markdown() and "| 0.123 |" in page.to_markdown()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH: apt-get install chromium")
+@pytest.mark.parametrize("name", ["spectrum", "attribute", "symmetry", "correlate"])
+def test_pages_in_chromium(reports, name, tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text((reports[name] / "index.html").read_text() + PROBE)
+    facts = json.loads(re.findall("<title>(.*?)</title>", browse(page, "--dump-dom"))[0])
+    assert len(facts["pictures"]) == len(list(reports[name].glob("*.png")))
+    assert min(facts["pictures"]) > 300 and facts["overflow"] <= 0
+    shot = tmp_path / "shot.png"
+    browse(page, f"--screenshot={shot}")
+    whole = matplotlib.image.imread(shot)
+    page.write_text(re.sub("<img[^>]*>", "", page.read_text()))
+    browse(page, f"--screenshot={shot}")
+    without = matplotlib.image.imread(shot)
+    # Text is dark on white in both; what the pictures add is colour.
+    assert (whole.min(-1) < 0.5).mean() > 0.003 and (without.min(-1) < 0.5).mean() > 0.001
+    assert colour(whole) > 10 * colour(without)
+
+
+def colour(image) -> float:
+    """Share of pixels that are clearly not grey."""
+    return float((image[..., :3].max(-1) - image[..., :3].min(-1) > 0.3).mean())
+
+
+def browse(page: Path, action: str) -> str:
+    """Open a page in headless Chromium with a profile of its own."""
+    profile = f"--user-data-dir={page.parent / 'profile'}"
+    command = [str(CHROMIUM), *FLAGS, profile, "--window-size=1200,1600", action, page.as_uri()]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
