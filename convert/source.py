@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import safe_open
@@ -14,6 +15,7 @@ from bilinearize.convert.shape import check_shape, describe_mlp
 from bilinearize.model.checkpoint import list_tensors, load_config
 from bilinearize.model.errors import InputError
 from bilinearize.model.families import CONVERTED_TYPES, FAMILIES, Family
+from bilinearize.model.modeling_bilinear import BilinearMLP
 
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # Buffers that older checkpoints carry and transformers recomputes.
@@ -64,8 +66,8 @@ class Layer:
     """See `Row.joins`."""
 
     @property
-    def mlp(self) -> nn.Module:
-        return self.module.mlp
+    def mlp(self) -> BilinearMLP:
+        return cast(BilinearMLP, self.module.mlp)
 
     def join(self, output: torch.Tensor) -> torch.Tensor:
         """What the layer adds to the residual stream for this output of its MLP."""

@@ -140,7 +140,7 @@ class Stream:
         return sums.solve()
 
     def join_gates(
-        self, mlp: nn.Module, block: BilinearMLP, slope: torch.Tensor, intercept: torch.Tensor
+        self, mlp: BilinearMLP, block: BilinearMLP, slope: torch.Tensor, intercept: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Slopes and intercepts fitted together towards `mlp`, given the down_proj of `block`."""
         down = block.down_proj
@@ -153,7 +153,7 @@ class Stream:
             sums.add(mlp.gate_proj(x), mlp.up_proj(x), mlp(x) - down.bias, weight)
         return sums.solve(down.weight, slope, intercept)
 
-    def fit_down(self, mlp: nn.Module, block: BilinearMLP, start: float) -> Refit:
+    def fit_down(self, mlp: BilinearMLP, block: BilinearMLP, start: float) -> Refit:
         """Correction of `block.down_proj` towards the original `mlp`, on the student's inputs."""
         down = block.down_proj
         sums = [LinearSums(down.in_features, down.out_features, self.device) for _ in range(2)]
