@@ -1,6 +1,7 @@
 """The Llama family: equal to the original where it should be, whole after saving, strict."""
 
 import copy
+import pickle
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 
 from bilinearize import BilinearLlamaConfig, BilinearLlamaForCausalLM, BilinearLlamaModel
+from bilinearize.model import modeling_bilinear
 
 TOKENS = torch.arange(60).view(3, 20) * 7 % 290
 
@@ -78,12 +80,39 @@ def test_per_layer_settings_survive_a_reload(pico_llama, tmp_path):
     assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
 
 
+def test_layers_may_be_wider_or_narrower_than_the_source(pico_llama, tmp_path):
+    config = LlamaForCausalLM.from_pretrained(pico_llama).config.to_dict()
+    del config["model_type"], config["architectures"]
+    sizes = [128, 64, 7]
+    model = BilinearLlamaForCausalLM(
+        BilinearLlamaConfig(**config, bilinear_intermediate_size=sizes, bilinear_rank=[1, 3, 2])
+    ).eval()
+    model.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    mlps = [layer.mlp for layer in loaded.model.layers]
+    assert [mlp.down_proj.in_features for mlp in mlps] == sizes
+    assert [mlp.gate_proj.out_features for mlp in mlps] == [128, 192, 14]
+    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_classes_pickle_and_unknown_names_do_not_exist(bilinear):
+    for thing in (BilinearLlamaConfig, BilinearLlamaModel, BilinearLlamaForCausalLM):
+        assert pickle.loads(pickle.dumps(thing)) is thing
+    copied = pickle.loads(pickle.dumps(bilinear))
+    assert torch.equal(copied(TOKENS).logits, bilinear(TOKENS).logits)
+    with pytest.raises(AttributeError, match="BilinearMixtralConfig"):
+        _ = modeling_bilinear.BilinearMixtralConfig
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"bilinear_rank": "two"}, "bilinear_rank"),
         ({"bilinear_rank": 0}, "bilinear_rank is 0"),
         ({"bilinear_rank": [1, 2]}, "2 entries for 32 layers"),
+        ({"bilinear_intermediate_size": 0}, "bilinear_intermediate_size is 0"),
+        ({"bilinear_intermediate_size": 1.5}, "bilinear_intermediate_size"),
+        ({"bilinear_intermediate_size": [64]}, "1 entries for 32 layers"),
         ({"bilinear_activation": "swoosh"}, "swoosh"),
         ({"bilinear_form": "cubic"}, "cubic"),
     ],
