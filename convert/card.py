@@ -57,6 +57,9 @@ def _fit_lines(record: dict) -> list[str]:
         "|---|---|---|",
     ]
     for layer in record["layers"]:
+        if "affine_error" not in layer:
+            rows.append(f"| {layer['layer']} | left as it was | |")
+            continue
         refitted = layer.get("heldout_error")
         shown = "" if refitted is None else f"{refitted:.4f}"
         rows.append(f"| {layer['layer']} | {layer['affine_error']:.4f} | {shown} |")

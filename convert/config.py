@@ -12,6 +12,12 @@ class ConvertConfig:
     """refit: affine gates, then down_proj solved in closed form; affine: the gates' best lines on
     the calibration text; taylor: the gate's slope at 0, no text needed; gated: the source's MLPs
     as they are."""
+    rank: int | list[int] = 1
+    """Products summed in each slot's score, 1 to 4; a list has one entry for each layer."""
+    expand: int = 1
+    """Slots for each slot of the source, 1 to 3: a wider bilinear layer."""
+    layers: str | None = None
+    """Layers to convert, like 0-5,8; the others stay as they are. All by default."""
     text: str | None = None
     """Calibration text: a .txt, .jsonl or .parquet file, or a datasets name (name:config)."""
     text_column: str = "text"

@@ -29,8 +29,8 @@ class AffineSums:
         for row, (left, right) in enumerate(pairs):
             self.sums[row] += (left * right * weight).double().sum(0)
 
-    def solve(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each slot's slope and intercept, float64 (slots,): `act(g) ~ slope g + intercept`.
+    def solve(self) -> torch.Tensor:
+        """Each slot's slope and intercept, float64 (2, slots): `act(g) ~ slope g + intercept`.
 
         A slot whose two features are collinear on the text gets the slope alone, or zero where the
         slot never fires.
@@ -42,47 +42,44 @@ class AffineSums:
         slope_alone = torch.where(aa > 0, ya / torch.where(aa > 0, aa, 1.0), 0.0)
         slope = torch.where(sound, (bb * ya - ab * yb) / safe, slope_alone)
         intercept = torch.where(sound, (aa * yb - ab * ya) / safe, 0.0)
-        return slope, intercept
+        return torch.stack([slope, intercept])
 
 
 class GateSums:
-    """Sums for the joint least squares of all slots' gates towards the layer's output.
+    """Sums for the joint least squares of all slots' scores towards the layer's output.
 
-    Minimises, over slopes a and intercepts b,
-    `sum_n w_n |t_n - sum_j (a_j g_nj + b_j) u_nj v_j|^2`, v_j the columns of down_proj. That
-    is linear in (a, b), and its Gram matrix is that of the features (g u, u) times `v_i . v_j`,
-    entry by entry, so the sums don't depend on down_proj.
+    Minimises `sum_n w_n |t_n - sum_j (sum_i a_ij f_nij) v_j|^2` over the coefficients a, f_nij the
+    slot's features (see `block.term_features`) and v_j the columns of down_proj. That is linear in
+    a, and its Gram matrix is that of the features times `v_i . v_j`, entry by entry, so the sums
+    don't depend on down_proj.
     """
 
-    def __init__(self, slots: int, outputs: int, device: torch.device):
-        self.gram = torch.zeros(2 * slots, 2 * slots, dtype=torch.float64, device=device)
-        self.cross = torch.zeros(2 * slots, outputs, dtype=torch.float64, device=device)
+    def __init__(self, slots: int, terms: int, outputs: int, device: torch.device):
+        size = slots * terms
+        self.gram = torch.zeros(size, size, dtype=torch.float64, device=device)
+        self.cross = torch.zeros(size, outputs, dtype=torch.float64, device=device)
 
-    def add(self, gate, up, target, weight) -> None:
-        """Add tokens: gate, up (tokens, slots), target (tokens, outputs), weight (tokens, 1)."""
+    def add(self, features, target, weight) -> None:
+        """Add tokens: features (tokens, terms * slots), target (tokens, outputs), weight."""
         root = weight.sqrt()
-        scaled = torch.cat([gate * up, up], 1) * root
+        scaled = features * root
         self.gram += (scaled.T @ scaled).double()
         self.cross += (scaled.T @ (target * root)).double()
 
-    def solve(
-        self, down: torch.Tensor, slope: torch.Tensor, intercept: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slopes and intercepts, float64 (slots,), shrunk a little towards those given.
+    def solve(self, down: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        """The coefficients, float64 (terms, slots), shrunk a little towards `start`.
 
         `down` is down_proj's weight (outputs, slots).
         """
-        down = down.double()
-        start = torch.cat([slope, intercept])
-        gram = self.gram * (down.T @ down).repeat(2, 2)
-        slack = (self.cross * down.T.repeat(2, 1)).sum(1) - gram @ start
+        down, terms = down.double(), len(start)
+        gram = self.gram * (down.T @ down).repeat(terms, terms)
+        slack = (self.cross * down.T.repeat(terms, 1)).sum(1) - gram @ start.flatten()
         diagonal = gram.diagonal()
         scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()
         gram = gram * scale[:, None] * scale
         gram.diagonal().add_(GATE_RIDGE)
         step = torch.cholesky_solve((slack * scale)[:, None], torch.linalg.cholesky(gram))[:, 0]
-        slope, intercept = (start + step * scale).chunk(2)
-        return slope, intercept
+        return start + (step * scale).view_as(start)
 
 
 class LinearSums:

@@ -8,10 +8,12 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from bilinearize.convert.block import term_features
 from bilinearize.convert.fit import AffineSums, GateSums, LinearSums, Refit, refit
 from bilinearize.convert.source import Layer, Source
 from bilinearize.convert.trunk import Trunk
@@ -126,8 +128,8 @@ class Stream:
                 weight *= _power(update) / _power(output).clamp_min(1e-12)
             self.weight[batch.rows] = weight.cpu()
 
-    def fit_gates(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-        """Move the student past the attention; returns slope and intercept of each slot's gate."""
+    def fit_gates(self, layer: Layer) -> torch.Tensor:
+        """Move the student past the attention; returns each slot's slope and intercept, (2, m)."""
         mlp = layer.mlp
         sums = AffineSums(mlp.gate_proj.out_features, self.device)
         for batch in self._until_mlp(layer, self.student):
@@ -140,30 +142,46 @@ class Stream:
         return sums.solve()
 
     def join_gates(
-        self, mlp: BilinearMLP, block: BilinearMLP, slope: torch.Tensor, intercept: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slopes and intercepts fitted together towards `mlp`, given the down_proj of `block`."""
+        self, mlp: Any, block: BilinearMLP, start: torch.Tensor, terms: int
+    ) -> torch.Tensor:
+        """All slots' coefficients (terms, m) towards `mlp`, given the down_proj of `block`.
+
+        `start` (terms or fewer, m) is what they are shrunk to.
+        """
         down = block.down_proj
-        sums = GateSums(down.in_features, down.out_features, self.device)
+        padded = start.new_zeros(terms, start.shape[1])
+        padded[: len(start)] = start
+        sums = GateSums(down.in_features, terms, down.out_features, self.device)
         for rows, heldout in self._batches():
             if heldout:
                 continue
             x = self.inputs[rows, ::GATE_STRIDE].to(self.device).flatten(0, 1)
             weight = self.weight[rows, ::GATE_STRIDE].to(self.device).flatten(0, 1)
-            sums.add(mlp.gate_proj(x), mlp.up_proj(x), mlp(x) - down.bias, weight)
-        return sums.solve(down.weight, slope, intercept)
+            features = term_features(mlp.gate_proj(x), mlp.up_proj(x), terms)
+            sums.add(features, mlp(x) - down.bias, weight)
+        return sums.solve(down.weight, padded)
 
-    def fit_down(self, mlp: BilinearMLP, block: BilinearMLP, start: float) -> Refit:
-        """Correction of `block.down_proj` towards the original `mlp`, on the student's inputs."""
+    def fit_down(self, mlp: Any, block: BilinearMLP, start: float, skip: bool = False) -> Refit:
+        """Correction of `block.down_proj` towards the original `mlp`, on the student's inputs.
+
+        With `skip` a linear map of the input is fitted along with it; see `block.corrected`.
+        """
         down = block.down_proj
-        sums = [LinearSums(down.in_features, down.out_features, self.device) for _ in range(2)]
+        features = down.in_features + (block.gate_proj.in_features if skip else 0)
+        sums = [LinearSums(features, down.out_features, self.device) for _ in range(2)]
         for rows, heldout in self._batches():
             x = self.inputs[rows].to(self.device).flatten(0, 1)
-            features, target = block.features(x), mlp(x)
-            residual = target - block.down_proj(features)
+            found, target = block.features(x), mlp(x)
+            residual = target - down(found)
             weight = self.weight[rows].to(self.device).flatten(0, 1)
-            sums[heldout].add(features, residual, target, weight)
+            sums[heldout].add(torch.cat([found, x], 1) if skip else found, residual, target, weight)
         return refit(sums[False], sums[True], start)
+
+    def pass_student(self, layer: Layer) -> None:
+        """Move the student's states past a layer that is left as it is."""
+        for batch in self._until_mlp(layer, self.student):
+            output = layer.join(layer.mlp(batch.mlp_input))
+            self.student[batch.rows] = (batch.residual + output).cpu()
 
     def advance_student(self, layer: Layer, block: nn.Module) -> None:
         """Add the converted block's output to the student's states, as `layer` adds its own."""

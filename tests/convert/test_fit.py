@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from bilinearize.convert.block import term_features
 from bilinearize.convert.fit import (
     GATE_RIDGE,
     NO_CORRECTION,
@@ -60,22 +61,21 @@ def test_joint_gates_are_least_squares_towards_the_output():
     generator = torch.Generator().manual_seed(7)
     down = torch.randn(3, 5, generator=generator, dtype=torch.float64)
     output = target @ down.T + 0.1 * torch.randn(200, 3, generator=generator, dtype=torch.float64)
-    start = torch.full((5,), 0.5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
-    sums = GateSums(5, 3, CPU)
-    sums.add(gate, up, output, weight)
-    slope, intercept = sums.solve(down, *start)
+    start = torch.tensor([[0.5], [0.0]], dtype=torch.float64).repeat(1, 5)
+    sums = GateSums(5, 2, 3, CPU)
+    sums.add(term_features(gate, up, 2), output, weight)
+    found = sums.solve(down, start)
     # The same as one design matrix: a row for each token and output, a column for each unknown.
     features = torch.cat([gate * up, up], 1)
     columns = down.repeat(1, 2)
     design = (features[:, None, :] * columns * weight.sqrt()[:, :, None]).flatten(0, 1)
-    wanted = (output * weight.sqrt()).flatten() - design @ torch.cat(start)
+    wanted = (output * weight.sqrt()).flatten() - design @ start.flatten()
     scale = design.square().sum(0).sqrt()
     padded = torch.cat([design / scale, GATE_RIDGE**0.5 * torch.eye(10).double()])
     step = (
         torch.linalg.lstsq(padded, torch.cat([wanted, torch.zeros(10).double()])).solution / scale
     )
-    torch.testing.assert_close(slope, start[0] + step[:5])
-    torch.testing.assert_close(intercept, start[1] + step[5:])
+    torch.testing.assert_close(found, start + step.view(2, 5))
 
 
 def linear_problem(count: int, seed: int, noise: float):

@@ -1,0 +1,123 @@
+"""Bilinear blocks built from a gated MLP's own directions, and the corrections laid on them.
+
+A slot of the gated MLP has the gate `g` and the value `u`, both affine in x. The score of the slot
+that replaces it is a sum of terms linear in a few coefficients:
+
+    rank 1   (a0 g + a1) u
+    rank 2   + (a2 g + a3) g
+    rank 3   + a4 u u
+    rank 4   + a linear function of x of its own, (q x)(0 x + 1)
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from bilinearize.model.modeling_bilinear import BilinearMLP
+
+# Coefficients that a slot of each rank has.
+TERMS = {1: 2, 2: 4, 3: 5, 4: 5}
+SKIP_RANK = 4
+MAX_EXPAND = 3
+
+
+def term_features(gate: torch.Tensor, up: torch.Tensor, terms: int) -> torch.Tensor:
+    """The features that go with a slot's first coefficients: (tokens, m) to (tokens, terms * m)."""
+    return torch.cat((gate * up, up, gate * gate, gate, up * up)[:terms], 1)
+
+
+def build_block(mlp: Any, coefficients: torch.Tensor, rank: int = 1) -> BilinearMLP:
+    """The gated MLP with other scores, its down_proj kept.
+
+    Args:
+        mlp: has gate_proj, up_proj, down_proj.
+        coefficients: (terms, m) or fewer terms than `TERMS[rank]`; the missing ones are zero. With
+            one term, the slope alone, the block has biases only if `mlp` has.
+    """
+    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    biased = len(coefficients) > 1 or gate.bias is not None
+    block = BilinearMLP(gate.in_features, gate.out_features, rank=rank, bias=biased)
+    block = block.to(gate.weight.device).requires_grad_(False)
+    a = torch.zeros(TERMS[rank], gate.out_features, dtype=torch.float64, device=gate.weight.device)
+    a[: len(coefficients)] = coefficients
+    a = a.to(gate.weight.dtype)[:, :, None]
+    g, u = _augmented(gate), _augmented(up)
+    one = torch.zeros_like(g)
+    one[:, -1] = 1
+    pairs = [(a[0] * g + a[1] * one, u)]
+    if rank >= 2:
+        pairs.append((a[2] * g + a[3] * one, g))
+    if rank >= 3:
+        pairs.append((a[4] * u, u))
+    if rank >= SKIP_RANK:
+        pairs.append((torch.zeros_like(g), one))
+    for linear, rows in zip(
+        (block.gate_proj, block.up_proj), zip(*pairs, strict=True), strict=True
+    ):
+        _fill(linear, torch.stack(rows, 1).flatten(0, 1))
+    _fill(block.down_proj, _augmented(down))
+    return block
+
+
+def _augmented(linear: nn.Linear) -> torch.Tensor:
+    """Weight and bias side by side, (out, in + 1), zeros where there is no bias."""
+    bias = linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
+    return torch.cat([linear.weight, bias[:, None]], 1)
+
+
+def _fill(linear: nn.Linear, rows: torch.Tensor) -> None:
+    linear.weight.copy_(rows[:, :-1])
+    if linear.bias is not None:
+        linear.bias.copy_(rows[:, -1])
+
+
+def widen(block: BilinearMLP, mlp: Any, expand: int) -> BilinearMLP:
+    """Add a slot `g g`, and for `expand` 3 also one `u u`, for each slot of `mlp`.
+
+    They write nothing yet, so the function stays the same. They come after the old slots.
+    """
+    if expand == 1:
+        return block
+    g, u = _augmented(mlp.gate_proj), _augmented(mlp.up_proj)
+    extra = torch.cat([g, u][: expand - 1])
+    rank = block.rank
+    wide = BilinearMLP(
+        mlp.gate_proj.in_features, block.down_proj.in_features + len(extra), rank=rank, bias=True
+    )
+    wide = wide.to(extra.device).requires_grad_(False)
+    rows = torch.zeros(len(extra), rank, extra.shape[1], device=extra.device)
+    rows[:, 0] = extra
+    for new, old in ((wide.gate_proj, block.gate_proj), (wide.up_proj, block.up_proj)):
+        _fill(new, torch.cat([_augmented(old), rows.flatten(0, 1)]))
+    wide.down_proj.weight.zero_()
+    wide.down_proj.weight[:, : block.down_proj.in_features] = block.down_proj.weight
+    wide.down_proj.bias.copy_(block.down_proj.bias)
+    return wide
+
+
+def corrected(block: BilinearMLP, correction: torch.Tensor) -> BilinearMLP:
+    """A copy of `block` with a solved correction laid on it.
+
+    `correction` (features, outputs) has a row for each slot, then, if any, one for each input (a
+    linear map of x, which becomes the last factor of every slot), then the constant's.
+    """
+    block = copy.deepcopy(block)
+    down, slots = block.down_proj, block.down_proj.in_features
+    down.weight.add_(correction[:slots].T.float())
+    down.bias.add_(correction[-1].float())
+    linear = correction[slots:-1]
+    if len(linear):
+        # The shortest q_j with sum_j v_j q_j = the map.
+        q = torch.linalg.lstsq(down.weight.double(), linear.T, driver="gelsd").solution
+        block.gate_proj.weight.view(slots, block.rank, -1)[:, -1].add_(q.float())
+    return block
+
+
+def derivative_at_zero(activation: Any) -> float:
+    """The slope of the activation at 0: 1/2 for silu and gelu."""
+    zero = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(activation(zero), zero)
+    return slope.item()

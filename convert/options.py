@@ -1,0 +1,97 @@
+"""Options of a conversion, checked and made plain."""
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from bilinearize.convert.block import MAX_EXPAND, TERMS
+from bilinearize.model.errors import InputError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of one layer: left as it is, or a block of this rank and width."""
+
+    kept: bool = False
+    rank: int = 1
+    expand: int = 1
+
+
+def make_plan(
+    count: int, method: str, rank: int | list[int], expand: int, layers: str | None
+) -> list[Plan]:
+    """One `Plan` for each of `count` layers.
+
+    Raises:
+        InputError: for a rank, width or layer that there is not, or that the method can't fit.
+    """
+    ranks = rank if isinstance(rank, list) else [rank] * count
+    if len(ranks) != count:
+        raise InputError(f"--rank has {len(ranks)} entries; the source has {count} layers.")
+    for value in ranks:
+        if value not in TERMS:
+            raise InputError(f"--rank is {value}; use 1 to {max(TERMS)}.")
+    if not 1 <= expand <= MAX_EXPAND:
+        raise InputError(f"--expand is {expand}; use 1 to {MAX_EXPAND}.")
+    if method != "refit" and (set(ranks) != {1} or expand != 1):
+        raise InputError(f"--method {method} has rank 1 and the source's width; use refit.")
+    if method == "gated":
+        return [Plan(kept=True)] * count
+    wanted = set(range(count)) if layers is None else parse_layers(layers, count)
+    return [
+        Plan(rank=ranks[index], expand=expand) if index in wanted else Plan(kept=True)
+        for index in range(count)
+    ]
+
+
+def parse_layers(layers: str, count: int) -> set[int]:
+    """Layer numbers of "0-5,8", both ends included.
+
+    Raises:
+        InputError: if it is written otherwise, or a layer is out of range.
+    """
+    found: set[int] = set()
+    for part in layers.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if match is None:
+            raise InputError(f"--layers is {layers!r}; write it like 0-5,8.")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last >= count or first > last:
+            raise InputError(f"--layers {part.strip()}: the source has layers 0 to {count - 1}.")
+        found.update(range(first, last + 1))
+    return found
+
+
+def choose_device(device: str) -> torch.device:
+    """`auto` is a GPU if there is one.
+
+    Raises:
+        InputError: for a device that torch doesn't know or have.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"--device {device}: {str(error).splitlines()[0]}") from error
+    return torch.device(device)
+
+
+def parse_size(size: str) -> int:
+    """Bytes of "5GB", "800MB" or a plain number.
+
+    Raises:
+        InputError: for anything else.
+    """
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    number, factor = (
+        (size[:-2], units[size[-2:].upper()]) if size[-2:].upper() in units else (size, 1)
+    )
+    try:
+        value = int(float(number) * factor)
+    except ValueError:
+        value = 0
+    if value <= 0:
+        raise InputError(f"{size!r} is no size; write it like 5GB or 800MB.")
+    return value
