@@ -106,7 +106,7 @@ class DigitsConfig:
     digits bundled with scikit-learn."""
     hidden: int = 64
     """Products of the bilinear layer; a ReLU network of as many parameters is the reference."""
-    epochs: int = 200
+    epochs: int = 60
     """Passes over the training images."""
     seeds: int = 5
     """Runs behind each number."""
