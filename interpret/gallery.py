@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from bilinearize import InputError
 from bilinearize.interpret.layers import layer_tensor, mlp_inputs
 from bilinearize.interpret.measure import windows_of
-from bilinearize.interpret.page import Page, Tokens, show_token
+from bilinearize.interpret.page import Page, Tokens, show_direction
 from bilinearize.interpret.plot import draw_spectra
 from bilinearize.interpret.readout import TokenReader, named_directions, token_reader
 from bilinearize.interpret.run import SCHEMA, choose_layers, load, overview
@@ -119,7 +119,7 @@ def _layer(
     full = tensor.output(x) @ found.directions.T
     correlations = correlate(full, found.output(x, 2)).tolist()
     contributions = found.contributions(x)
-    names = [show_token(name) for name, _ in named]
+    names = [show_direction(name) for name, _ in named]
     page.heading(f"Layer {layer}")
     values = {name: row.numpy() for name, row in zip(names, found.values, strict=True)}
     picture = draw_spectra(values, f"Layer {layer}: eigenvalues by direction")
@@ -137,7 +137,7 @@ def _layer(
     header = ["direction", "eigenvalue", "reads", "and, against", "strongest in"]
     page.text(
         "r: correlation of the direction with its first two eigenvectors' part, over the text. "
-        "In the last column the token it happened at is in brackets."
+        "In the last column the token that it happened at is in ⟨brackets⟩."
     )
     page.table(header, rows)
     return records
@@ -151,7 +151,7 @@ def _context_of(windows: Tensor, reader: TokenReader) -> Callable[[int], str]:
         window, position = windows[row // width].tolist(), row % width + 1
         before = "".join(map(reader.text, window[max(0, position - BEFORE) : position]))
         after = "".join(map(reader.text, window[position + 1 : position + 1 + AFTER]))
-        return " ".join(f"{before}[[{reader.text(window[position])}]]{after}".split())
+        return " ".join(f"{before}⟨{reader.text(window[position])}⟩{after}".split())
 
     return context
 

@@ -47,6 +47,12 @@ def show_token(text: str) -> str:
     return "".join(c if c.isprintable() else "�" for c in text) or "(empty)"
 
 
+def show_direction(name: str) -> str:
+    """A token, or the two of a difference, as above."""
+    left, found, right = name.partition(" - ")
+    return f"{show_token(left)} - {show_token(right)}" if found else show_token(name)
+
+
 @dataclass
 class Page:
     """What a report shows, in order; rendered as HTML and as Markdown from the same parts."""

@@ -11,7 +11,7 @@ from bilinearize import InputError
 from bilinearize.interpret.attribution import Attribution, attribute
 from bilinearize.interpret.hosvd import find_hosvd
 from bilinearize.interpret.layers import converted_layers, layer_tensor
-from bilinearize.interpret.page import Page, Tokens, show_token
+from bilinearize.interpret.page import Page, Tokens, show_direction, show_token
 from bilinearize.interpret.plot import draw_bars, draw_layers, draw_matrix, draw_spectra
 from bilinearize.interpret.readout import TokenReader, named_directions, token_reader
 from bilinearize.interpret.spectrum import Spectrum, find_spectrum
@@ -84,7 +84,7 @@ def spectrum(
         named = named_directions(directions, reader, tensor)
         vectors = torch.stack([vector.to(tensor.value) for _, vector in named])
         found = find_spectrum(tensor, vectors, eigenvectors)
-        names = [show_token(name) for name, _ in named]
+        names = [show_direction(name) for name, _ in named]
         values = {name: row.numpy() for name, row in zip(names, found.values, strict=True)}
         picture = draw_spectra(values, f"Layer {layer}: eigenvalues by direction")
         page.picture(f"spectra-{layer}", picture, f"Eigenvalues of {len(names)} directions")
@@ -189,7 +189,7 @@ def attribution(
         raise InputError(f"{direction}: holds {1 + len(more)} vectors; attribute takes one.")
     found = attribute(network, ids, layer, vector, position)
     texts = [show_token(reader.text(index)) for index in ids.tolist()]
-    page = Page(f"Layer {layer} writes to {show_token(name)}")
+    page = Page(f"Layer {layer} writes to {show_direction(name)}")
     page.text(f"Prompt: {' '.join(texts)}")
     page.text(
         f"At token {found.position}, {texts[found.position]}: u . y = {found.total:.6g} from the "

@@ -10,15 +10,21 @@ import matplotlib.image
 import pytest
 
 from bilinearize import InputError
-from bilinearize.interpret.measure import correlate_layers, symmetry
+from bilinearize.interpret.gallery import gallery, honest_comment
+from bilinearize.interpret.hosvd import find_hosvd
+from bilinearize.interpret.layers import layer_tensor, mlp_inputs
+from bilinearize.interpret.lowrank import truncation_correlations
+from bilinearize.interpret.measure import correlate_layers, symmetry, windows_of
 from bilinearize.interpret.page import Page, Tokens, show_token
 from bilinearize.interpret.run import attribution, spectrum
+from bilinearize.model.checkpoint import load_causal_lm, load_tokenizer
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --hide-scrollbars "
     "--disable-background-networking --disable-component-update --disable-sync"
 ).split()
+NAMES = ("spectrum", "attribute", "symmetry", "correlate", "gallery")
 PROBE = """<script>addEventListener("load", () => { document.title = JSON.stringify({
   pictures: [...document.images].map(i => i.naturalWidth),
   overflow: document.documentElement.scrollWidth - innerWidth}) })</script>"""
@@ -28,11 +34,12 @@ PROBE = """<script>addEventListener("load", () => { document.title = JSON.string
 def reports(converted_pico, text_file, tmp_path_factory) -> dict[str, Path]:
     """One report of each command."""
     folder, model = tmp_path_factory.mktemp("reports"), str(converted_pico)
-    out = {name: folder / name for name in ("spectrum", "attribute", "symmetry", "correlate")}
+    out = {name: folder / name for name in NAMES}
     spectrum(model, out["spectrum"], [" house", " house -  blue", "hosvd:0"], eigenvectors=3)
     attribution(model, out["attribute"], "a house turns blue", " house", layer=2)
     symmetry(model, out["symmetry"], str(text_file), tokens=128, window=64)
     correlate_layers(model, out["correlate"], str(text_file), tokens=256, window=64, directions=3)
+    gallery(model, out["gallery"], str(text_file), directions=[], tokens=256, window=64)
     return out
 
 
@@ -89,6 +96,33 @@ def test_correlation_report(reports):
     assert data["shares"]["tokens"]["all"] == pytest.approx(share) and len(flat) == 6
 
 
+def test_gallery(reports, converted_pico, text_file):
+    data, readme = read(reports["gallery"]), (reports["gallery"] / "README.md").read_text()
+    assert set(data["layers"]) == {"0", "2"}
+    names = [record["direction"] for record in data["layers"]["0"]]
+    # Of the usual tokens the pico vocabulary has none.
+    assert names == ["hosvd:0", "hosvd:1"]
+    first = data["layers"]["0"][0]
+    token = re.findall("⟨(.*?)⟩", first["eigenvectors"][0]["place"])
+    assert len(token) == 1 and token[0].strip() in text_file.read_text()
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", readme):
+        assert (reports["gallery"] / picture).is_file()
+    model, tokenizer = load_causal_lm(converted_pico), load_tokenizer(converted_pico)
+    windows = windows_of(tokenizer, str(text_file), "text", "test", 256, 64)
+    tensor, x = layer_tensor(model, 0), mlp_inputs(model, windows, [0], skip=1)[0]
+    direction = find_hosvd(tensor).directions[:1]
+    right = truncation_correlations(tensor, x, direction, 2)["all"]
+    assert first["correlation"] == pytest.approx(float(right), rel=1e-6)
+
+
+def test_the_comment_counts_what_the_table_shows():
+    def record(correlation):
+        return {"correlation": correlation, "effective_rank": 5.0, "share_of_two": 0.5}
+
+    first, second, _ = honest_comment({0: [record(0.9), record(0.1)], 3: [record(float("nan"))]})
+    assert "in 1 of 3 cases" in first and "layer 0: 1 of 2; layer 3: 0 of 1" in second
+
+
 def test_bad_input_leaves_nothing(converted_pico, pico_llama, text_file, tmp_path):
     model, out = str(converted_pico), tmp_path / "out"
     with pytest.raises(InputError, match="is not one token"):
@@ -125,7 +159,7 @@ needs_chromium = pytest.mark.skipif(
 
 
 @needs_chromium
-@pytest.mark.parametrize("name", ["spectrum", "attribute", "symmetry", "correlate"])
+@pytest.mark.parametrize("name", NAMES)
 def test_pages_load_in_chromium(reports, name, tmp_path):
     page = tmp_path / "page.html"
     page.write_text((reports[name] / "index.html").read_text() + PROBE)
