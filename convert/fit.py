@@ -11,6 +11,8 @@ import torch
 
 # Ridge of the down_proj correction, relative to features scaled to unit second moment.
 RIDGES = tuple(10.0 ** (exponent / 2) for exponent in range(-8, 5))
+# Where the search starts: what most layers take at some ten thousand tokens.
+FIRST_RIDGE = RIDGES[7]
 NO_CORRECTION = float("inf")
 # Ridge of the joint gate fit towards the gates it starts from, relative to unit-scaled features.
 GATE_RIDGE = 1e-3
@@ -150,11 +152,11 @@ class Refit:
     """Error of that same correction on the tokens it was fitted on."""
 
 
-def refit(fitted: LinearSums, heldout: LinearSums, start: float = 1e-2) -> Refit:
+def refit(fitted: LinearSums, heldout: LinearSums) -> Refit:
     """Choose the ridge by held-out error, then solve once more on all tokens.
 
-    The search walks the grid `RIDGES` downhill from `start`, then compares with no correction at
-    all, so the held-out error is never above that of the block as it is.
+    The search walks the grid `RIDGES` downhill from `FIRST_RIDGE`, then compares with no correction
+    at all, so the held-out error is never above that of the block as it is.
     """
     solved: dict[int, tuple[float, torch.Tensor]] = {}
 
@@ -164,7 +166,7 @@ def refit(fitted: LinearSums, heldout: LinearSums, start: float = 1e-2) -> Refit
             solved[index] = heldout.error(correction), correction
         return solved[index][0]
 
-    best = min(range(len(RIDGES)), key=lambda index: abs(RIDGES[index] - start))
+    best = RIDGES.index(FIRST_RIDGE)
     for step in (1, -1):
         while 0 <= best + step < len(RIDGES) and at(best + step) < at(best):
             best += step

@@ -32,7 +32,6 @@ class LayerConverter:
         self.method = method
         self.dtype = dtype
         self.stream = stream
-        self.ridge = 1e-2
 
     @torch.no_grad()
     def __call__(self, layer: Layer, rank: int = 1, expand: int = 1) -> tuple[BilinearMLP, dict]:
@@ -75,7 +74,7 @@ class _Fit:
             gates = self.stream.join_gates(self.mlp, block, gates, TERMS[rank])
             block = build_block(self.mlp, gates, self.rank)
             skip = rank == SKIP_RANK
-            solved = self.stream.fit_down(self.mlp, block, self.converter.ridge, skip)
+            solved = self.stream.fit_down(self.mlp, block, skip)
             if not self.record:
                 self._begin(block, solved)
                 if self.converter.method == "affine":
@@ -86,7 +85,7 @@ class _Fit:
         if self.expand > 1:
             wide = widen(self.clean, self.mlp, self.expand)
             self.best = widen(self.best, self.mlp, self.expand)
-            self._keep_better(wide, self.stream.fit_down(self.mlp, wide, self.converter.ridge))
+            self._keep_better(wide, self.stream.fit_down(self.mlp, wide))
         return self.best, self.record
 
     def _begin(self, block: BilinearMLP, solved: Refit) -> None:
@@ -101,10 +100,7 @@ class _Fit:
             }
 
     def _keep_better(self, block: BilinearMLP, solved: Refit) -> None:
-        none = solved.ridge == NO_CORRECTION
-        self.record["ridges"].append(None if none else solved.ridge)
-        if not none:
-            self.converter.ridge = solved.ridge
+        self.record["ridges"].append(None if solved.ridge == NO_CORRECTION else solved.ridge)
         if solved.heldout_error <= self.record["heldout_error"]:
             self.best = corrected(block, solved.correction)
             self.clean = corrected(block, solved.fitted_correction)

@@ -161,7 +161,7 @@ class Stream:
             sums.add(features, mlp(x) - down.bias, weight)
         return sums.solve(down.weight, padded)
 
-    def fit_down(self, mlp: Any, block: BilinearMLP, start: float, skip: bool = False) -> Refit:
+    def fit_down(self, mlp: Any, block: BilinearMLP, skip: bool = False) -> Refit:
         """Correction of `block.down_proj` towards the original `mlp`, on the student's inputs.
 
         With `skip` a linear map of the input is fitted along with it; see `block.corrected`.
@@ -175,12 +175,13 @@ class Stream:
             residual = target - down(found)
             weight = self.weight[rows].to(self.device).flatten(0, 1)
             sums[heldout].add(torch.cat([found, x], 1) if skip else found, residual, target, weight)
-        return refit(sums[False], sums[True], start)
+        return refit(sums[False], sums[True])
 
     def pass_student(self, layer: Layer) -> None:
         """Move the student's states past a layer that is left as it is."""
+        mlp = layer.mlp
         for batch in self._until_mlp(layer, self.student):
-            output = layer.join(layer.mlp(batch.mlp_input))
+            output = layer.join(mlp(batch.mlp_input))
             self.student[batch.rows] = (batch.residual + output).cpu()
 
     def advance_student(self, layer: Layer, block: nn.Module) -> None:
