@@ -9,6 +9,7 @@ under 3 GB in all.
 """
 
 import argparse
+import os
 import resource
 import time
 from collections.abc import Callable
@@ -81,6 +82,8 @@ if __name__ == "__main__":
     )
     parser.add_argument("model", nargs="?", help="folder of a converted model")
     args = parser.parse_args()
+    # Other work on the machine makes threads wait for each other: read the figures with this.
+    print(f"load average {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} threads")
     all_layers(args.model)
     for kind in (torch.float32, torch.float64):
         one_direction(kind)
