@@ -40,3 +40,33 @@ class ConvertConfig:
     """Calibration states beyond this size are kept on disk instead of in memory."""
     revision: str | None = None
     """Branch, tag or commit of a hub source."""
+
+
+@dataclass
+class ScanConfig:
+    """What each layer costs when it alone is converted."""
+
+    text: str
+    """Text to fit on, and, after `tokens` of it, to evaluate on."""
+    text_column: str = "text"
+    """Field that holds the text in .jsonl, .parquet and datasets."""
+    split: str = "train"
+    """Split of a datasets name."""
+    tokens: int = 16384
+    """Tokens to fit on."""
+    eval_tokens: int = 4096
+    """Tokens to measure on, which follow those."""
+    window: int = 512
+    """Tokens per window."""
+    bos: Literal["auto", "always", "never"] = "auto"
+    """BOS at the start of each window."""
+    rank: int = 1
+    """Rank of the blocks, 1 to 4."""
+    leave: int = 5
+    """How many layers the suggestion leaves unconverted."""
+    device: str = "auto"
+    """Where layers run: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
+    state_budget: str = "8GB"
+    """Calibration states beyond this size are kept on disk instead of in memory."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub source."""

@@ -12,7 +12,7 @@ from bilinearize.convert.block import (
     derivative_at_zero,
     widen,
 )
-from bilinearize.convert.fit import NO_CORRECTION, Refit
+from bilinearize.convert.fit import NO_CORRECTION, Refit, refit
 from bilinearize.convert.source import Layer
 from bilinearize.convert.stream import Stream
 from bilinearize.model.modeling_bilinear import BilinearMLP
@@ -74,30 +74,27 @@ class _Fit:
             gates = self.stream.join_gates(self.mlp, block, gates, TERMS[rank])
             block = build_block(self.mlp, gates, self.rank)
             skip = rank == SKIP_RANK
-            solved = self.stream.fit_down(self.mlp, block, skip)
+            fitted, heldout = self.stream.down_sums(self.mlp, block, skip)
             if not self.record:
-                self._begin(block, solved)
+                self._begin(block, heldout.error(torch.zeros_like(heldout.cross)))
                 if self.converter.method == "affine":
-                    return widen(self.best, self.mlp, self.expand), self.record
+                    return block, self.record
+            solved = refit(fitted, heldout)
             self._keep_better(block, solved)
             # The next round must not see the held-out tokens.
             block = corrected(block, solved.fitted_correction)
         if self.expand > 1:
             wide = widen(self.clean, self.mlp, self.expand)
             self.best = widen(self.best, self.mlp, self.expand)
-            self._keep_better(wide, self.stream.fit_down(self.mlp, wide))
+            self._keep_better(wide, refit(*self.stream.down_sums(self.mlp, wide)))
         return self.best, self.record
 
-    def _begin(self, block: BilinearMLP, solved: Refit) -> None:
+    def _begin(self, block: BilinearMLP, error: float) -> None:
         """`best` has seen all tokens, `clean` only those that are fitted on."""
         self.best = self.clean = block
-        self.record["affine_error"] = solved.uncorrected_error
+        self.record["affine_error"] = error
         if self.converter.method != "affine":
-            self.record |= {
-                "heldout_error": solved.uncorrected_error,
-                "ridges": [],
-                "kept_round": 0,
-            }
+            self.record |= {"heldout_error": error, "ridges": [], "kept_round": 0}
 
     def _keep_better(self, block: BilinearMLP, solved: Refit) -> None:
         self.record["ridges"].append(None if solved.ridge == NO_CORRECTION else solved.ridge)

@@ -3,8 +3,6 @@
 import re
 from dataclasses import dataclass
 
-import torch
-
 from bilinearize.convert.block import MAX_EXPAND, TERMS
 from bilinearize.model.errors import InputError
 
@@ -61,21 +59,6 @@ def parse_layers(layers: str, count: int) -> set[int]:
             raise InputError(f"--layers {part.strip()}: the source has layers 0 to {count - 1}.")
         found.update(range(first, last + 1))
     return found
-
-
-def choose_device(device: str) -> torch.device:
-    """`auto` is a GPU if there is one.
-
-    Raises:
-        InputError: for a device that torch doesn't know or have.
-    """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"--device {device}: {str(error).splitlines()[0]}") from error
-    return torch.device(device)
 
 
 def parse_size(size: str) -> int:

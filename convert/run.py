@@ -11,11 +11,12 @@ from tqdm import tqdm
 
 from bilinearize.convert.card import write_card
 from bilinearize.convert.layer import LayerConverter
-from bilinearize.convert.options import Plan, choose_device, make_plan, parse_size
+from bilinearize.convert.options import Plan, make_plan, parse_size
 from bilinearize.convert.source import Source
 from bilinearize.convert.stream import Stream
 from bilinearize.convert.writer import ShardWriter
 from bilinearize.model import checkpoint
+from bilinearize.model.device import choose_device
 from bilinearize.model.errors import InputError
 from bilinearize.model.text import fingerprint, pack_windows, read_documents
 

@@ -10,11 +10,12 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from bilinearize.convert.layer import LayerConverter
-from bilinearize.convert.options import choose_device, make_plan, parse_size
+from bilinearize.convert.options import make_plan, parse_size
 from bilinearize.convert.run import read_calibration
 from bilinearize.convert.source import Source
 from bilinearize.convert.stream import Stream
 from bilinearize.model import checkpoint
+from bilinearize.model.device import choose_device
 from bilinearize.model.errors import InputError
 
 

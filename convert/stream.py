@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bilinearize.convert.block import term_features
-from bilinearize.convert.fit import AffineSums, GateSums, LinearSums, Refit, refit
+from bilinearize.convert.fit import AffineSums, GateSums, LinearSums
 from bilinearize.convert.source import Layer, Source
 from bilinearize.convert.trunk import Trunk
 from bilinearize.model.modeling_bilinear import BilinearMLP
@@ -161,8 +161,10 @@ class Stream:
             sums.add(features, mlp(x) - down.bias, weight)
         return sums.solve(down.weight, padded)
 
-    def fit_down(self, mlp: Any, block: BilinearMLP, skip: bool = False) -> Refit:
-        """Correction of `block.down_proj` towards the original `mlp`, on the student's inputs.
+    def down_sums(
+        self, mlp: Any, block: BilinearMLP, skip: bool = False
+    ) -> tuple[LinearSums, LinearSums]:
+        """Sums for correcting `block.down_proj` towards `mlp`: of the fitted and held-out tokens.
 
         With `skip` a linear map of the input is fitted along with it; see `block.corrected`.
         """
@@ -175,7 +177,7 @@ class Stream:
             residual = target - down(found)
             weight = self.weight[rows].to(self.device).flatten(0, 1)
             sums[heldout].add(torch.cat([found, x], 1) if skip else found, residual, target, weight)
-        return refit(sums[False], sums[True])
+        return sums[False], sums[True]
 
     def pass_student(self, layer: Layer) -> None:
         """Move the student's states past a layer that is left as it is."""

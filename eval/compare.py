@@ -13,7 +13,6 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from bilinearize.eval.generate import sample_texts
 from bilinearize.eval.inputs import (
     check_tokenizer,
-    choose_device,
     common_vocabulary,
     count_bytes,
     load_model,
@@ -25,6 +24,7 @@ from bilinearize.eval.scores import CandidateSums, Sums, score_windows
 from bilinearize.eval.statistics import LEVEL, block_length
 from bilinearize.eval.summary import summarise
 from bilinearize.model.checkpoint import check_new, load_tokenizer, resolve_checkpoint
+from bilinearize.model.device import choose_device
 from bilinearize.model.errors import InputError
 from bilinearize.model.text import adds_bos, fingerprint
 

@@ -79,22 +79,6 @@ def check_tokenizer(
         )
 
 
-def choose_device(device: str) -> torch.device:
-    """The device of that name; `auto` is the first GPU, else the CPU.
-
-    Raises:
-        InputError: if there is no such device.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(1, device=device)
-        return torch.device(device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"device {device!r} can't be used: {reason}") from error
-
-
 def load_model(
     name: str, folder: Path, dtype: torch.dtype, device: torch.device, window: int
 ) -> PreTrainedModel:

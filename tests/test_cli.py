@@ -58,7 +58,10 @@ def test_bad_input_is_one_line_and_status_2(capsys, pico_llama, text_file, tmp_p
             ),
             "--window is 1",
         ),
-        (("eval", pico_llama, out, "--out", out, "--text", tmp_path / "none.txt"), "none.txt"),
+        (
+            ("eval", pico_llama, pico_llama, "--out", out, "--text", tmp_path / "none.txt"),
+            "none.txt",
+        ),
         ((), "command"),
     ]
     for argv, named in cases:

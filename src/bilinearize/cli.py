@@ -1,4 +1,4 @@
-"""The command line: `bilinearize convert | finetune | eval | run`, thin over one call each.
+"""The command line: `bilinearize convert | scan | finetune | eval | run`, thin over one call each.
 
 Flags and YAML come from the same dataclasses (`convert/config.py` and its fellows); inside, the
 stages take plain arguments.
@@ -13,7 +13,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from bilinearize import __version__
-from bilinearize.convert.config import ConvertConfig
+from bilinearize.convert.config import ConvertConfig, ScanConfig
 from bilinearize.eval.config import EvalConfig
 from bilinearize.finetune.config import FinetuneConfig
 from bilinearize.model.errors import InputError
@@ -43,6 +43,14 @@ def run_convert(args: Namespace) -> None:
 
     record = convert(args.source, Path(args.out), **args_of(args, ConvertConfig))
     print(f"{args.out}: {record['method']} conversion of {args.source}, {record['seconds']} s")
+
+
+def run_scan(args: Namespace) -> None:
+    """`bilinearize scan`."""
+    from bilinearize.convert.scan import format_table, scan
+
+    result = scan(args.source, Path(args.out), **args_of(args, ScanConfig))
+    print(f"{format_table(result)}\nWrote {args.out}")
 
 
 def run_finetune(args: Namespace) -> None:
@@ -179,6 +187,10 @@ def build_parser() -> ArgumentParser:
     sub.add_argument("source", help="Folder, hub id or .gguf file of the original model.")
     sub.add_argument("out", help="Folder to write; must not exist.")
     sub.add_class_arguments(ConvertConfig)
+    sub = command("scan", "Measure what each layer costs when it alone is converted.")
+    sub.add_argument("source", help="Folder, hub id or .gguf file of the original model.")
+    sub.add_argument("out", help="Folder for the report; must not exist.")
+    sub.add_class_arguments(ScanConfig)
     sub = command("finetune", "Train a converted model back towards its teacher.")
     sub.add_argument("student", help="Folder of the converted model.")
     sub.add_argument("out", help="Folder to write; must not exist.")
@@ -207,7 +219,13 @@ def check_yaml(argv: list[str]) -> None:
             raise InputError(f"{value}: holds no keys; write one `key: value` a line.")
 
 
-COMMANDS = {"convert": run_convert, "finetune": run_finetune, "eval": run_eval, "run": run_all}
+COMMANDS = {
+    "convert": run_convert,
+    "scan": run_scan,
+    "finetune": run_finetune,
+    "eval": run_eval,
+    "run": run_all,
+}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -371,7 +371,7 @@ def test_bad_options_are_named(pico_llama, text_file, tmp_path):
         (dict(text=text, window=512), "at most 256 positions"),
         (dict(text=text, window=200, tokens=100), "fewer than one window"),
         (dict(text=text, window=32, tokens=40), "the fit needs two or more"),
-        (dict(text=text, device="tpu9"), "--device tpu9"),
+        (dict(text=text, device="tpu9"), "device 'tpu9' can't be used"),
         (dict(text=text, max_shard_size="huge"), "'huge' is no size"),
     ]
     for options, named in cases:
