@@ -117,7 +117,7 @@ def _layer(
     found = find_spectrum(tensor, vectors, EIGENVECTORS)
     x = mlp_inputs(model, windows, [layer], skip=1)[layer]
     full = tensor.output(x) @ found.directions.T
-    correlations = correlate(full, found.output(x, 2)).tolist()
+    correlations = correlate(full, found.output(x, 2)).nan_to_num(0.0).tolist()
     contributions = found.contributions(x)
     names = [show_direction(name) for name, _ in named]
     page.heading(f"Layer {layer}")
@@ -188,7 +188,6 @@ def _record(
 def honest_comment(layers: dict[int, list[dict]]) -> list[str]:
     """What the numbers say about how much of this is readable."""
     records = [record for layer in layers.values() for record in layer]
-    # A correlation is NaN where the direction does not vary over the text: then nothing stands.
     good = [record for record in records if record["correlation"] > THRESHOLD]
     rank = median(record["effective_rank"] for record in records)
     share = median(record["share_of_two"] for record in records)

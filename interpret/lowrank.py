@@ -28,15 +28,15 @@ def truncation_correlations(
 
     Returns:
         `all`: over all tokens, (b); `active`: over the tokens above the direction's own 90 %
-        quantile, (b); `effective_rank`: (b).
+        quantile, (b); `effective_rank`: (b). A correlation is 0 where one side does not vary.
     """
     spectrum = find_spectrum(tensor, directions, keep)
     full = tensor.output(x) @ spectrum.directions.T
     short = spectrum.output(x)
     active = full > full.quantile(ACTIVE, 0)
     return {
-        "all": correlate(full, short),
-        "active": correlate(full, short, active),
+        "all": correlate(full, short).nan_to_num(0.0),
+        "active": correlate(full, short, active).nan_to_num(0.0),
         "effective_rank": spectrum.effective_rank(),
     }
 

@@ -80,7 +80,7 @@ def find_spectrum(tensor: BilinearTensor, directions: Tensor, keep: int | None =
         values, vectors = torch.linalg.eigh(tensor.interaction(direction))
         order = values.abs().argsort(descending=True)
         all_values.append(values[order])
-        all_vectors.append(vectors[:, order[:keep]].T)
+        all_vectors.append(vectors.mT[order[:keep]])
     return Spectrum(tensor, directions, torch.stack(all_values), torch.stack(all_vectors))
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from bilinearize import BilinearMLP, InputError
 from bilinearize.interpret.features import feature_basis
 from bilinearize.interpret.hosvd import change_basis, find_hosvd
+from bilinearize.interpret.lowrank import shuffled, truncation_correlations
 from bilinearize.interpret.spectrum import correlate, find_spectrum
 from bilinearize.interpret.tensor import BilinearTensor, block_tensor
 
@@ -188,6 +189,37 @@ def test_correlation():
     whole = torch.corrcoef(torch.stack([a[:, 0], b[:, 0]]))[0, 1]
     assert correlate(a, b)[0] == pytest.approx(float(whole))
     assert correlate(a, b)[1].isnan()
+
+
+def test_truncation_correlations(block):
+    tensor = block_tensor(block)
+    found = truncation_correlations(tensor, X, READERS, keep=tensor.query.shape[1])
+    assert torch.allclose(found["all"], torch.ones(13, dtype=torch.float64))
+    assert torch.allclose(found["active"], torch.ones(13, dtype=torch.float64))
+    few = truncation_correlations(tensor, X, READERS, keep=1)
+    assert (few["all"] < 1 - 1e-6).all()
+    spectrum = find_spectrum(tensor, READERS[:1], 1)
+    full, short = block(X).detach() @ READERS[0], spectrum.output(X)[:, 0]
+    active = full > full.quantile(0.9)
+    assert few["all"][0] == pytest.approx(float(pearson(full, short)))
+    assert few["active"][0] == pytest.approx(float(pearson(full[active], short[active])))
+    nothing = truncation_correlations(tensor, X, torch.zeros(1, 10), keep=1)
+    assert nothing["all"] == 0 == nothing["active"]
+
+
+def pearson(a: Tensor, b: Tensor) -> Tensor:
+    return torch.corrcoef(torch.stack([a, b]))[0, 1]
+
+
+def test_the_control_keeps_the_entries_and_loses_the_order(block):
+    twin = shuffled(block, seed=0)
+    for weight, mixed in zip(block.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(weight.flatten().sort()[0], mixed.flatten().sort()[0])
+        assert not torch.equal(weight, mixed)
+    again = shuffled(block, seed=0)
+    assert all(
+        torch.equal(a, b) for a, b in zip(twin.parameters(), again.parameters(), strict=True)
+    )
 
 
 def test_refusals(make_block, block):

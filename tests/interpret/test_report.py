@@ -119,7 +119,7 @@ def test_the_comment_counts_what_the_table_shows():
     def record(correlation):
         return {"correlation": correlation, "effective_rank": 5.0, "share_of_two": 0.5}
 
-    first, second, _ = honest_comment({0: [record(0.9), record(0.1)], 3: [record(float("nan"))]})
+    first, second, _ = honest_comment({0: [record(0.9), record(0.1)], 3: [record(0.0)]})
     assert "in 1 of 3 cases" in first and "layer 0: 1 of 2; layer 3: 0 of 1" in second
 
 
