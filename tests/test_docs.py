@@ -58,7 +58,7 @@ def test_every_readme_command_runs(workplace, capsys):
             main(words[1:])
         ran += 1
     assert ran >= 5
-    for folder in ("converted", "finetuned", "finetuned-2", "report", "runs/demo/eval"):
+    for folder in ("converted", "finetuned", "finetuned-2", "report", "scan", "runs/demo/eval"):
         assert (workplace / folder).is_dir()
     shown = subprocess.run(
         [sys.executable, "-P", str(ROOT / "demo" / "show.py"), "runs/demo"],
