@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -97,7 +98,8 @@ def fit_alone(
 @torch.no_grad()
 def measure(folder: Path, blocks: list, windows: torch.Tensor, device: torch.device) -> dict:
     """The loss of the source, and with each block alone in its place, over the same windows."""
-    model = checkpoint.load_causal_lm(folder).to(device)
+    model: Any = checkpoint.load_causal_lm(folder)
+    model.to(device)
 
     def losses() -> torch.Tensor:
         found = []
