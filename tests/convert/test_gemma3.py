@@ -78,10 +78,11 @@ def test_gated_conversion_gives_the_source_logits_exactly(gemma3, heldout, tmp_p
 
 def test_refit_on_little_text_beats_taylor(gemma3, heldout, texts, tmp_path):
     found = {"teacher": perplexity(gemma3, heldout)}
+    # A third of the layers, one with full attention among them, takes a third of the time.
+    options = dict(layers="0,3,5,8,12,16", text=str(texts["train"]), tokens=1024, window=WINDOW)
     for method in ("taylor", "refit"):
-        options = dict(method=method, text=str(texts["train"]), tokens=1024, window=WINDOW)
-        convert(str(gemma3), tmp_path / method, **options)
+        convert(str(gemma3), tmp_path / method, method=method, **options)
         found[method] = perplexity(tmp_path / method, heldout)
-    # Measured: 34 for the teacher, 63 for refit, 2e12 for taylor.
-    assert found["teacher"] < found["refit"] < 4 * found["teacher"]
-    assert found["taylor"] > 1000 * found["refit"]
+    # Measured: 28.5 for the teacher, 33.9 for refit, 1522 for taylor.
+    assert found["teacher"] < found["refit"] < 2 * found["teacher"]
+    assert found["taylor"] > 10 * found["refit"]
