@@ -18,7 +18,7 @@ from bilinearize.interpret.layers import (
     mlp_inputs,
 )
 from bilinearize.interpret.lowrank import random_directions, shuffled, truncation_correlations
-from bilinearize.interpret.page import Page
+from bilinearize.interpret.page import Cell, Page
 from bilinearize.interpret.plot import draw_histograms, draw_layers
 from bilinearize.interpret.readout import token_reader
 from bilinearize.interpret.run import SCHEMA, load
@@ -84,8 +84,8 @@ def symmetry(
     )
     picture = draw_layers(changes, "relative change of the output", "Symmetry", log=True)
     page.picture("symmetry", picture, "Relative change under each symmetry, over the layers")
-    rows = [[n, *(changes[kind][n] for kind in changes)] for n in range(count)]
-    page.table(["layer", *changes], rows)  # type: ignore
+    rows: list[list[Cell]] = [[n, *(changes[kind][n] for kind in changes)] for n in range(count)]
+    page.table(["layer", *changes], rows)
     data = {"schema": SCHEMA, "model": model, "tokens": windows.numel(), "changes": changes}
     page.write(out, data)
     return data
@@ -177,7 +177,10 @@ def _correlation_report(
             shares[name]["layers"][layer] = float(above.mean())
     keys = ("all", "active", "median_all", "median_active", "median_effective_rank")
     header = ["directions", f"share > {threshold:g}", "active", "median", "median, active"]
-    table = [[name, *(share[key] for key in keys)] for name, share in shares.items()]
+    table: list[list[Cell]] = []
+    for name, share in shares.items():
+        table.append([name, *(f"{share[key]:.1%}" for key in keys[:2])])
+        table[-1] += [share[key] for key in keys[2:]]
     page.table([*header, "median effective rank"], table)
     panels = {n: np.concatenate([r["all"] for r in found[n].values()]) for n in found}
     picture = draw_histograms(panels, threshold, "Correlation with the truncation, all layers")

@@ -109,15 +109,21 @@ def draw_bars(names: list[str], values: ArrayLike, title: str, xlabel: str) -> F
 
 
 def draw_histograms(series: dict[str, np.ndarray], threshold: float, title: str) -> Figure:
-    """Distributions of correlations, one panel a name, the threshold marked."""
-    figure, panels = new_figure(3.4 * len(series), 3.0, len(series))
+    """Distributions of correlations, a panel for each name and three in a row."""
+    rows = -(-len(series) // 3)
+    figure = Figure(figsize=(9.5, 2.5 * rows + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, 3, squeeze=False, sharex=True).flatten()
     bins = np.linspace(-1, 1, 41).tolist()
-    for axes, (name, values) in zip(panels, series.items(), strict=True):
+    for axes, (name, values) in zip(panels, series.items(), strict=False):
         axes.hist(values, bins, color=COLOURS[0])
         axes.axvline(threshold, color=COLOURS[1], linewidth=1.2)
         share = float((values > threshold).mean())
-        axes.set_title(f"{name}\n{share:.1%} above {threshold:g}", fontsize=9)
-        axes.set_xlabel("correlation")
-    panels[0].set_ylabel("directions")
+        axes.set_title(f"{name}: {share:.1%} above {threshold:g}", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in panels[len(series) :]:
+        axes.set_visible(False)
+    figure.supxlabel("correlation", fontsize=9)
+    figure.supylabel("directions", fontsize=9)
     figure.suptitle(title, fontsize=10)
     return figure
