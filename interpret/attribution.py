@@ -108,18 +108,30 @@ def _eager_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
+def _check_parts(layers: Any, layer: int) -> None:
+    """Raise InputError where the residual stream or attention can't be taken apart."""
+    for index in range(layer + 1):
+        attention = layers[index].self_attn
+        if norm_behind(layers[index]) is not None:
+            raise InputError(f"layer {index} has a norm behind its blocks; no parts to attribute.")
+        if not hasattr(attention, "v_proj") or not hasattr(attention, "head_dim"):
+            raise InputError(
+                f"layer {index}: {type(attention).__name__} has no v_proj of its own; no parts to "
+                "attribute."
+            )
+
+
 @torch.no_grad()
 def _record(model: PreTrainedModel, tokens: Tensor, layer: int, position: int):
     """Run the prompt once; names, sources and (p, d) parts, the residual, the block's output."""
     layers = decoder_layers(model)
+    _check_parts(layers, layer)
     brought = torch.zeros(len(tokens), model.config.hidden_size, dtype=torch.float64)
     below = torch.zeros(model.config.hidden_size, dtype=torch.float64)
     seen: dict[str, Tensor] = {}
     handles = [layers[0].register_forward_pre_hook(_keep(seen, "embedding", position))]
     for index in range(layer + 1):
-        if norm_behind(layers[index]) is not None:
-            raise InputError(f"layer {index} has a norm behind its blocks; no parts to attribute.")
-        handles.append(_watch_attention(layers[index].self_attn, brought, position))
+        handles += _watch_attention(layers[index].self_attn, brought, position)
         if index < layer:
             handles.append(_watch_mlp(layers[index].mlp, below, position))
     norm = norm_before(layers[layer])
@@ -162,10 +174,7 @@ def _watch_attention(attention: Any, brought: Tensor, position: int):
     def keep_values(module: nn.Module, args: tuple, output: Tensor) -> None:
         values[:] = [output[0].double().cpu()]
 
-    handle = attention.v_proj.register_forward_hook(keep_values)
-
     def hook(module: nn.Module, args: tuple, output: tuple) -> None:
-        handle.remove()
         pattern = output[1][0, :, position].double().cpu()  # (heads, t)
         heads, size = pattern.shape[0], attention.head_dim
         groups = values[0].unflatten(-1, (-1, size))  # (t, key-value heads, size)
@@ -175,4 +184,7 @@ def _watch_attention(attention: Any, brought: Tensor, position: int):
         if attention.o_proj.bias is not None:
             brought[position].add_(attention.o_proj.bias.double().cpu())
 
-    return attention.register_forward_hook(hook)
+    return [
+        attention.v_proj.register_forward_hook(keep_values),
+        attention.register_forward_hook(hook),
+    ]

@@ -47,22 +47,30 @@ def converted_layers(model: PreTrainedModel) -> list[int]:
     return found
 
 
-def norm_before(layer: nn.Module, name: str = "the layer") -> nn.Module | None:
-    """The norm whose output the MLP reads; None in models that normalise behind blocks only."""
-    for attribute in ("pre_feedforward_layernorm", "post_attention_layernorm"):
+def norm_before(layer: Any, name: str = "the layer") -> Any:
+    """The norm whose output the MLP reads; None in models that normalise behind blocks only.
+
+    Raises:
+        InputError: if no norm is known there.
+    """
+    for attribute in ("pre_feedforward_layernorm", "post_attention_layernorm", "input_layernorm"):
         norm = getattr(layer, attribute, None)
-        if norm is not None:
-            only_behind = attribute == "post_attention_layernorm" and norm_behind(layer) is not None
-            return None if only_behind else norm
+        if norm is None:
+            continue
+        if attribute == "post_attention_layernorm" and not hasattr(layer, "input_layernorm"):
+            return None  # OLMo 2 and 3, EXAONE 4: it stands behind attention, the MLP reads plain x
+        return norm  # the last: Cohere, StableLM, where attention and MLP read the same input
     raise InputError(f"{name}: no norm known in front of the MLP; read it with fold=False.")
 
 
-def norm_behind(layer: nn.Module) -> nn.Module | None:
-    """The norm between the MLP and the residual stream (Gemma 2, OLMo 2), if there is one."""
-    return getattr(layer, "post_feedforward_layernorm", None)
+def norm_behind(layer: Any) -> Any:
+    """The norm between the MLP and the residual stream (Gemma 2, OLMo 2, GLM 4), or None."""
+    names = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_norm2")
+    found = [getattr(layer, name, None) for name in names]
+    return next((norm for norm in found if norm is not None), None)
 
 
-def norm_weight(norm: nn.Module | None, size: int, name: str) -> Tensor:
+def norm_weight(norm: Any, size: int, name: str) -> Tensor:
     """The factor g of `norm(x) = g * x / rms(x)`, (size); ones for no norm.
 
     Found by trying the norm out, since families store it differently (Gemma: minus one).
@@ -140,10 +148,10 @@ def mlp_inputs(
     """
     found: dict[int, list[Tensor]] = {index: [] for index in layers}
     handles = []
-    for index, rows in found.items():
-        module = find_layer(model, index)
-        handles.append(_listen(module, rows, fold, skip, f"layer {index}"))
     try:
+        for index, rows in found.items():
+            module = find_layer(model, index)
+            handles.append(_listen(module, rows, fold, skip, f"layer {index}"))
         for window in tokens:
             model(input_ids=window[None].to(model.device), use_cache=False, logits_to_keep=1)
     finally:
