@@ -139,9 +139,8 @@ class Refit:
     """A solved down_proj correction and how well it does."""
 
     fitted_correction: torch.Tensor
-    """The correction from the fitted tokens alone, to which the errors belong."""
-    correction: torch.Tensor
-    """float64 (m + 1, d): added to down_proj's transposed weight; the last row to its bias."""
+    """The correction from the fitted tokens alone, to which the errors belong: float64 (m + 1, d),
+    added to down_proj's transposed weight, the last row to its bias."""
     ridge: float
     """Chosen on the held-out tokens; infinity means that no correction was better than any."""
     uncorrected_error: float
@@ -150,10 +149,16 @@ class Refit:
     """Held-out error with the correction fitted on the other tokens."""
     calibration_error: float
     """Error of that same correction on the tokens it was fitted on."""
+    sums: tuple[LinearSums, LinearSums]
+    """Of the fitted and the held-out tokens."""
+
+    def correction(self) -> torch.Tensor:
+        """The correction with the chosen ridge from all tokens, solved when asked for."""
+        return (self.sums[0] + self.sums[1]).solve(self.ridge)
 
 
 def refit(fitted: LinearSums, heldout: LinearSums) -> Refit:
-    """Choose the ridge by held-out error, then solve once more on all tokens.
+    """Fit a correction, its ridge chosen by held-out error.
 
     The search walks the grid `RIDGES` downhill from `FIRST_RIDGE`, then compares with no correction
     at all, so the held-out error is never above that of the block as it is.
@@ -174,8 +179,7 @@ def refit(fitted: LinearSums, heldout: LinearSums) -> Refit:
     without = heldout.error(nothing)
     if at(best) >= without:
         error = fitted.error(nothing)
-        return Refit(nothing, nothing, NO_CORRECTION, without, without, error)
+        return Refit(nothing, NO_CORRECTION, without, without, error, (fitted, heldout))
     error, correction = solved[best]
-    ridge = RIDGES[best]
-    final = (fitted + heldout).solve(ridge)
-    return Refit(correction, final, ridge, without, error, fitted.error(correction))
+    own_error = fitted.error(correction)
+    return Refit(correction, RIDGES[best], without, error, own_error, (fitted, heldout))

@@ -84,14 +84,21 @@ class _Fit:
             # The next round must not see the held-out tokens.
             block = corrected(block, solved.fitted_correction)
         if self.expand > 1:
+            narrow, kept = self.best, self.record["kept_round"]
             wide = widen(self.clean, self.mlp, self.expand)
-            self.best = widen(self.best, self.mlp, self.expand)
             self._keep_better(wide, refit(*self.stream.down_sums(self.mlp, wide)))
-        return self.best, self.record
+            if self.record["kept_round"] == kept:
+                return widen(self._final(*narrow), self.mlp, self.expand), self.record
+        return self._final(*self.best), self.record
+
+    def _final(self, block: BilinearMLP, solved: Refit | None) -> BilinearMLP:
+        """The block with its correction from all tokens, held-out ones included."""
+        return block if solved is None else corrected(block, solved.correction())
 
     def _begin(self, block: BilinearMLP, error: float) -> None:
-        """`best` has seen all tokens, `clean` only those that are fitted on."""
-        self.best = self.clean = block
+        """`best` is a block and its correction, `clean` the two without the held-out tokens."""
+        self.best: tuple[BilinearMLP, Refit | None] = block, None
+        self.clean = block
         self.record["affine_error"] = error
         if self.converter.method != "affine":
             self.record |= {"heldout_error": error, "ridges": [], "kept_round": 0}
@@ -99,7 +106,7 @@ class _Fit:
     def _keep_better(self, block: BilinearMLP, solved: Refit) -> None:
         self.record["ridges"].append(None if solved.ridge == NO_CORRECTION else solved.ridge)
         if solved.heldout_error <= self.record["heldout_error"]:
-            self.best = corrected(block, solved.correction)
+            self.best = block, solved
             self.clean = corrected(block, solved.fitted_correction)
             self.record["heldout_error"] = solved.heldout_error
             self.record["calibration_error"] = solved.calibration_error

@@ -134,6 +134,6 @@ def test_refit_of_pure_noise_is_never_worse_than_none():
         solved = refit(fitted, heldout)
         assert solved.heldout_error <= solved.uncorrected_error
         if solved.ridge == NO_CORRECTION:
-            assert not solved.correction.any()
+            assert not solved.correction().any()
         # Negative control: the smallest ridge overfits.
         assert heldout.error(fitted.solve(1e-4)) > solved.heldout_error
