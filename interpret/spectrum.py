@@ -75,13 +75,16 @@ def find_spectrum(tensor: BilinearTensor, directions: Tensor, keep: int | None =
     """
     directions = check_vectors(directions, tensor.outputs, "direction")
     directions = directions.reshape(-1, tensor.outputs).to(tensor.value)
-    all_values, all_vectors = [], []
-    for direction in directions:
+    size = tensor.query.shape[1]
+    kept = size if keep is None else min(keep, size)
+    all_values = tensor.query.new_empty(len(directions), size)
+    all_vectors = tensor.query.new_empty(len(directions), kept, size)
+    for index, direction in enumerate(directions):
         values, vectors = torch.linalg.eigh(tensor.interaction(direction))
         order = values.abs().argsort(descending=True)
-        all_values.append(values[order])
-        all_vectors.append(vectors.mT[order[:keep]])
-    return Spectrum(tensor, directions, torch.stack(all_values), torch.stack(all_vectors))
+        all_values[index] = values[order]
+        torch.index_select(vectors.mT, 0, order[:kept], out=all_vectors[index])
+    return Spectrum(tensor, directions, all_values, all_vectors)
 
 
 def correlate(a: Tensor, b: Tensor, where: Tensor | None = None) -> Tensor:
