@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 
 from bilinearize.cli import main
@@ -58,7 +59,16 @@ def test_every_readme_command_runs(workplace, capsys):
             main(words[1:])
         ran += 1
     assert ran >= 5
-    for folder in ("converted", "finetuned", "finetuned-2", "report", "scan", "runs/demo/eval"):
+    for folder in (
+        "converted",
+        "finetuned",
+        "finetuned-2",
+        "report",
+        "scan",
+        "spectra",
+        "gallery",
+        "runs/demo/eval",
+    ):
         assert (workplace / folder).is_dir()
     shown = subprocess.run(
         [sys.executable, "-P", str(ROOT / "demo" / "show.py"), "runs/demo"],
@@ -70,6 +80,26 @@ def test_every_readme_command_runs(workplace, capsys):
         assert f"  {name}:" in shown
 
 
+# What docs/interpret.md names that a pico model has not.
+STAND_INS = {" Paris": "t", " he -  she": "r - s", "--layer 20": "--layer 1"}
+
+
+def test_every_interpret_command_runs(workplace):
+    main(["convert", "SmolLM2-135M-Instruct", "model", "--text", "train.txt"])
+    numpy.save("probe.npy", numpy.eye(2, 32))
+    text = (ROOT / "docs" / "interpret.md").read_text()
+    lines = re.findall(r"^    (bilinearize interpret .*)$", text, re.M)
+    assert len(lines) == 6
+    for number, line in enumerate(lines):
+        for real, pico in STAND_INS.items():
+            line = line.replace(real, pico)
+        out = f"report-{number}"
+        if " digits " in line:
+            line += " --epochs 2 --seeds 1"
+        main(shlex.split(line.replace("MODEL", "model").replace("OUT", out))[1:])
+        assert (workplace / out / "index.html").is_file()
+
+
 def test_contributing_names_real_targets():
     makefile = (ROOT / "Makefile").read_text()
     for line in commands(ROOT / "CONTRIBUTING.md") + commands(ROOT / "README.md"):
@@ -79,6 +109,6 @@ def test_contributing_names_real_targets():
 
 def test_readme_lists_every_module():
     text = (ROOT / "README.md").read_text()
-    for folder in ("convert", "finetune", "eval", "model"):
+    for folder in ("convert", "finetune", "eval", "interpret", "model"):
         for file in (ROOT / folder).glob("*.py"):
             assert file.name == "__init__.py" or f"  {file.name} " in text, file

@@ -1,4 +1,4 @@
-"""The command line: `bilinearize convert | scan | finetune | eval | run`, thin over one call each.
+"""The command line, `bilinearize COMMAND`: thin over one call each.
 
 Flags and YAML come from the same dataclasses (`convert/config.py` and its fellows); inside, the
 stages take plain arguments.
@@ -7,6 +7,7 @@ stages take plain arguments.
 import json
 import sys
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 
 import yaml
@@ -16,6 +17,7 @@ from bilinearize import __version__
 from bilinearize.convert.config import ConvertConfig, ScanConfig
 from bilinearize.eval.config import EvalConfig
 from bilinearize.finetune.config import FinetuneConfig
+from bilinearize.interpret import config as interpret_config
 from bilinearize.model.errors import InputError
 
 
@@ -74,6 +76,28 @@ def run_eval(args: Namespace) -> None:
         names = list(args.candidates)
     candidates = dict(zip(names, args.candidates, strict=True))
     evaluate(args.teacher, candidates, Path(args.out), **args_of(args, EvalConfig))
+
+
+# `bilinearize interpret ...`: config, function, help. Modules are imported when called.
+INTERPRET = {
+    "spectrum": ("SpectrumConfig", "run.spectrum", "Eigenvectors of what layers write."),
+    "attribute": ("AttributeConfig", "run.attribution", "What made a layer write, on a prompt."),
+    "symmetry": ("SymmetryConfig", "measure.symmetry", "How far a model is from the symmetries."),
+    "correlate": ("CorrelateConfig", "measure.correlate_layers", "How low the rank is, on text."),
+    "gallery": ("GalleryConfig", "gallery.gallery", "A page: what layers read and write."),
+    "digits": ("DigitsConfig", "digits_report.digits", "A bilinear classifier of digits."),
+}
+
+
+def run_interpret(args: Namespace) -> None:
+    """`bilinearize interpret`."""
+    kind, path, _ = INTERPRET[args.interpret_command]
+    chosen = args[args.interpret_command]
+    module, _, function = path.partition(".")
+    call = getattr(import_module(f"bilinearize.interpret.{module}"), function)
+    models = [chosen.model] if "model" in chosen else []
+    call(*models, Path(chosen.out), **args_of(chosen, getattr(interpret_config, kind)))
+    print(f"Wrote {chosen.out}/index.html")
 
 
 def run_all(args: Namespace) -> None:
@@ -201,6 +225,16 @@ def build_parser() -> ArgumentParser:
     sub.add_argument("candidates", nargs="+", help="Folders of converted models.")
     sub.add_argument("--out", required=True, help="Folder for the report; must not exist.")
     sub.add_class_arguments(EvalConfig)
+    sub = command("interpret", "Read a converted model from its weights.")
+    readers = sub.add_subcommands(dest="interpret_command", required=True)
+    for name, (kind, _, text) in INTERPRET.items():
+        reader = ArgumentParser(description=text, exit_on_error=False)
+        reader.add_argument("--config", action="config", help="YAML file with these options.")
+        if name != "digits":
+            reader.add_argument("model", help="Folder of a converted model.")
+        reader.add_argument("out", help="Folder for the report; must not exist.")
+        reader.add_class_arguments(getattr(interpret_config, kind))
+        readers.add_subcommand(name, reader, help=text)
     sub = command("run", "Convert, finetune and evaluate as a YAML file says.")
     sub.add_class_arguments(RunConfig)
     return parser
@@ -224,6 +258,7 @@ COMMANDS = {
     "scan": run_scan,
     "finetune": run_finetune,
     "eval": run_eval,
+    "interpret": run_interpret,
     "run": run_all,
 }
 
