@@ -4,14 +4,15 @@ import json
 import os
 from pathlib import Path
 
-import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
+# Before transformers reads them. No test asks the hub; pico models gain nothing from threads.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Pico models gain nothing from threads, and waiting threads slow everything else down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+
 torch.set_num_threads(1)
 
 WORDS = (
