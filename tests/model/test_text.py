@@ -33,6 +33,19 @@ def test_readers_give_the_documents(tmp_path, kind):
     assert list(read_documents(str(path), column="body")) == DOCUMENTS
 
 
+def test_a_dataset_is_read_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    name = tmp_path / "tales"  # `datasets` takes a local folder where it takes a name
+    name.mkdir()
+    for split, texts in (("train", DOCUMENTS), ("test", DOCUMENTS[:1])):
+        rows = "".join(json.dumps({"body": text}) + "\n" for text in texts)
+        (name / f"{split}.jsonl").write_text(rows)
+    assert list(read_documents(str(name), column="body")) == DOCUMENTS
+    assert list(read_documents(str(name), column="body", split="test")) == DOCUMENTS[:1]
+    with pytest.raises(InputError, match="row 0: no text under 'text'"):
+        list(read_documents(str(name)))
+
+
 def test_windows_are_the_stream_cut(tokenizer):
     windows = pack_windows(DOCUMENTS, tokenizer, window=4)
     stream = []
