@@ -45,7 +45,7 @@ def _read_file(path: Path, column: str) -> Iterator[str]:
                         f"{path}: no column {column!r}, only {file.schema_arrow.names}."
                     )
                 for batch in file.iter_batches(columns=[column]):
-                    yield from (text for text in batch.column(0).to_pylist() if text)
+                    yield from (text for text in batch.column(0).to_pylist() if text is not None)
         elif path.suffix in (".jsonl", ".json"):
             with path.open(encoding="utf-8") as lines:
                 for number, line in enumerate(lines, 1):
@@ -134,6 +134,29 @@ def pack_windows(
     start = [tokenizer.bos_token_id] if adds_bos(tokenizer, bos) else []
     body = window - len(start)
     wanted = None if tokens is None else tokens // window * body
+    stream = token_stream(documents, tokenizer, wanted, name)
+    count = len(stream[:wanted]) // body
+    if count == 0:
+        raise InputError(f"{name}: {len(stream)} tokens, fewer than one window of {window}.")
+    rows = torch.tensor(stream[: count * body], dtype=torch.int64).view(count, body)
+    return torch.cat([torch.tensor(start * count, dtype=torch.int64).view(count, -1), rows], 1)
+
+
+def token_stream(
+    documents: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    wanted: int | None = None,
+    name: str = "text",
+) -> list[int]:
+    """The tokens of all documents in one list, an EOS token between two, no BOS.
+
+    Args:
+        wanted: read no further document once there are so many; None reads all.
+        name: the text's name in messages.
+
+    Raises:
+        InputError: if there is no text.
+    """
     stream: list[int] = []
     end = tokenizer.eos_token_id
     for document in documents:
@@ -146,11 +169,7 @@ def pack_windows(
             break
     if not stream:
         raise InputError(f"{name}: no text in it.")
-    count = len(stream[:wanted]) // body
-    if count == 0:
-        raise InputError(f"{name}: {len(stream)} tokens, fewer than one window of {window}.")
-    rows = torch.tensor(stream[: count * body], dtype=torch.int64).view(count, body)
-    return torch.cat([torch.tensor(start * count, dtype=torch.int64).view(count, -1), rows], 1)
+    return stream
 
 
 def fingerprint(windows: torch.Tensor) -> str:
