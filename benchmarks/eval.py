@@ -23,6 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from bilinearize import BilinearLlamaConfig, BilinearLlamaForCausalLM
 from bilinearize.eval.scores import score_windows
+from bilinearize.eval.windows import Window
 from bilinearize.model.checkpoint import load_causal_lm, resolve_checkpoint
 
 
@@ -101,7 +102,7 @@ def main() -> None:
         forward_passes([teacher, student], rows)
 
     def paired(rows: torch.Tensor) -> None:
-        score_windows(teacher, candidates, rows, vocabulary)
+        score_windows(teacher, candidates, [Window(row, len(row) - 1) for row in rows], vocabulary)
 
     actions = (plain, paired)
     for action in actions:  # warm up

@@ -8,16 +8,22 @@ from typing import Literal
 class EvalConfig:
     """The protocol of one evaluation. Values are checked by `bilinearize.eval.compare.evaluate`."""
 
-    text: str
-    """Held-out text: a .txt, .jsonl or .parquet file, or a `datasets` name (`name:config`)."""
-    text_column: str = "text"
-    """Field that holds the text, for all but .txt."""
-    split: str = "test"
-    """Split, for a `datasets` name."""
-    window: int = 512
-    """Tokens per window, BOS included; each window is scored on its own."""
+    text: dict[str, str] | str | None = None
+    """Held-out text: a .txt, .jsonl or .parquet file, or a `datasets` name (`name:config`). Several
+    slices by name: --text.web web.jsonl --text.code code.jsonl. A standard protocol has its own."""
+    text_column: dict[str, str] | str | None = None
+    """Field that holds the text, for all but .txt; one, or one for each slice. By default text."""
+    split: dict[str, str] | str | None = None
+    """Split, for a `datasets` name; one, or one for each slice. By default test."""
+    protocol: Literal["windows", "wikitext-2", "lm-eval"] = "windows"
+    """How text is cut and normalised: docs/eval.md."""
+    window: int | None = None
+    """Tokens per window, BOS included: 512, or 2048 in a standard protocol."""
+    stride: int | None = None
+    """Tokens from one window to the next; each window scores those not scored before. By default
+    windows don't overlap."""
     tokens: int | None = None
-    """Evaluate at most this many tokens, in whole windows; null takes all of the text."""
+    """Evaluate at most this many tokens of each slice; null takes all."""
     bos: Literal["auto", "always", "never"] = "auto"
     """Whether every window starts with BOS; auto does what the tokenizer does."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

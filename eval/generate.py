@@ -1,6 +1,6 @@
 """Greedy continuations of held-out prompts: perplexity alone is known to mislead."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -8,17 +8,21 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from bilinearize.eval.windows import Window
+
 PROMPT_TOKENS = 32
 
 
-def choose_prompts(windows: torch.Tensor, prompts: int) -> torch.Tensor:
+def choose_prompts(windows: Sequence[Window], prompts: int) -> torch.Tensor:
     """The first tokens of windows spread evenly over the text: int64 (prompts, length).
 
-    A prompt is 32 tokens long, or half a window where that is shorter; there are at most as many
-    prompts as windows.
+    A prompt is 32 tokens long, or half the longest window where that is shorter; windows of less
+    than twice that are passed over. There are at most as many prompts as windows.
     """
-    rows = np.unique(np.linspace(0, len(windows) - 1, min(prompts, len(windows))).round())
-    return windows[rows.astype(int), : max(1, min(PROMPT_TOKENS, windows.shape[1] // 2))]
+    length = max(1, min(PROMPT_TOKENS, max(len(window.ids) for window in windows) // 2))
+    long = [window.ids[:length] for window in windows if len(window.ids) >= 2 * length]
+    rows = np.unique(np.linspace(0, len(long) - 1, min(prompts, len(long))).round())
+    return torch.stack([long[row] for row in rows.astype(int)])
 
 
 def continue_greedily(
@@ -62,7 +66,7 @@ def sample_texts(
     teacher: PreTrainedModel,
     candidates: Mapping[str, PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase,
-    windows: torch.Tensor,
+    windows: Sequence[Window],
     prompts: int,
     tokens: int,
     vocabulary: int,

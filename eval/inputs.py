@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,27 +10,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from bilinearize.eval.windows import Reading, Slice, read_slices
 from bilinearize.model.checkpoint import load_causal_lm, load_tokenizer
 from bilinearize.model.errors import InputError
-from bilinearize.model.text import pack_windows, read_documents
-
-
-def read_windows(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    text_column: str,
-    split: str,
-    window: int,
-    tokens: int | None,
-    bos: str,
-) -> torch.Tensor:
-    """The windows of a text source: int64 (windows, window).
-
-    Raises:
-        InputError: as `read_documents` and `pack_windows` do.
-    """
-    documents = read_documents(text, text_column, split)
-    return pack_windows(documents, tokenizer, window, tokens, bos, name=text)
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -44,12 +26,16 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def check_tokenizer(
-    name: str, folder: Path, teacher: PreTrainedTokenizerBase, windows: torch.Tensor, **source
+    name: str,
+    folder: Path,
+    teacher: PreTrainedTokenizerBase,
+    slices: Sequence[Slice],
+    reading: Reading,
 ) -> None:
     """Check that a candidate's tokenizer makes the same tokens of the evaluated text.
 
     Args:
-        source: the arguments of `read_windows`, needed where the two are not the same file.
+        slices: what the teacher's tokenizer makes of `reading`.
 
     Raises:
         InputError: that says what differs.
@@ -71,12 +57,12 @@ def check_tokenizer(
                 f"{name}: {folder} has another tokenizer than the teacher: {kind} "
                 f"{getattr(own, kind)} against {getattr(teacher, kind)}; {remedy}"
             )
-    rows = read_windows(own, **source)
-    if rows.shape != windows.shape or not rows.equal(windows):
-        raise InputError(
-            f"{name}: {folder} has another tokenizer than the teacher: the same vocabulary, but "
-            f"other tokens for {source['text']}; {remedy}"
-        )
+    for ours, theirs in zip(slices, read_slices(own, reading), strict=True):
+        if ours.facts["tokens_sha256"] != theirs.facts["tokens_sha256"]:
+            raise InputError(
+                f"{name}: {folder} has another tokenizer than the teacher: the same vocabulary, "
+                f"but other tokens for {ours.facts['text']}; {remedy}"
+            )
 
 
 def load_model(
@@ -105,7 +91,7 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 def common_vocabulary(
     models: Mapping[str, PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase,
-    windows: torch.Tensor,
+    slices: Sequence[Slice],
 ) -> int:
     """How many logits to compare: those that all models have.
 
@@ -117,7 +103,7 @@ def common_vocabulary(
     """
     widths = {name: vocabulary_size(model) for name, model in models.items()}
     narrowest = min(widths, key=lambda name: widths[name])
-    needed = int(windows.max()) + 1
+    needed = max(int(window.ids.max()) for part in slices for window in part.windows) + 1
     if len(set(widths.values())) > 1:
         needed = max(needed, max(tokenizer.get_vocab().values()) + 1)
     if widths[narrowest] < needed:
@@ -126,11 +112,3 @@ def common_vocabulary(
             "the checkpoint and the tokenizer don't belong together."
         )
     return widths[narrowest]
-
-
-def count_bytes(tokenizer: PreTrainedTokenizerBase, windows: torch.Tensor) -> int:
-    """UTF-8 bytes of the text that the scored tokens spell, special tokens left out."""
-    texts = tokenizer.batch_decode(
-        windows[:, 1:].tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    return sum(len(text.encode()) for text in texts)

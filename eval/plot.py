@@ -35,7 +35,7 @@ def draw(result: dict, path: Path) -> None:
         axes.set_axisbelow(True)
     facts = result["protocol"]
     figure.suptitle(
-        f"{facts['tokens_scored']:,} tokens of {Path(facts['text']).name}, "
+        f"{facts['tokens_scored']:,} tokens of {', '.join(facts['slices'])}, "
         f"windows of {facts['window']}, {facts['dtype']}",
         fontsize=10,
     )
@@ -84,11 +84,11 @@ def _compact(nats: float) -> str:
 
 
 def _draw_divergence(axes: Axes, styles: list[tuple], result: dict) -> None:
-    positions = result["protocol"]["window"] - 1
     jitter = np.random.default_rng(0)
-    drawn = [style for style in styles if any(result["windows"]["kl"][style[0]])]
+    drawn = [style for style in styles if style[1]["kl_max"] > 0]
     for row, (name, record, colour, _) in enumerate(styles):
-        means = np.array(result["windows"]["kl"][name]) / positions
+        parts = result["windows"].values()
+        means = np.concatenate([np.divide(part["kl"][name], part["tokens"]) for part in parts])
         if not means.any():
             axes.annotate("exactly 0", (0.02, row), xycoords=axes.get_yaxis_transform(), fontsize=8)
             continue
@@ -110,10 +110,11 @@ def _draw_divergence(axes: Axes, styles: list[tuple], result: dict) -> None:
 
 def _draw_positions(axes: Axes, styles: list[tuple]) -> None:
     for name, record, colour, marker in styles:
-        loss = np.array(record["nll_by_position"])
+        loss = np.array(record["nll_by_position"], dtype=float)  # None becomes NaN
         # Bins that widen with the position: early tokens differ most and have the least context.
         edges = np.unique(np.geomspace(1, len(loss) + 1, POSITION_BINS + 1).round().astype(int)) - 1
-        heights = [loss[a:b].mean() for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        bins = [loss[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        heights = [np.nanmean(each) if np.isfinite(each).any() else np.nan for each in bins]
         centres = (edges[:-1] + edges[1:] + 1) / 2
         axes.plot(centres, heights, marker, linestyle="-", color=colour, label=name, markersize=3.5)
     axes.set_xscale("log", base=2)

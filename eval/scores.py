@@ -1,11 +1,11 @@
 """One pass of the same windows through a teacher and its candidates, to sums per window.
 
-All losses and divergences are in nats. A position is scored if the next token lies in its window,
-so a window of W tokens has W - 1 scored positions.
+All losses and divergences are in nats. The last `scored` tokens of a window are scored, each by the
+logits of the position before it.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 from transformers.modeling_utils import PreTrainedModel
 
+from bilinearize.eval.windows import Window
 from bilinearize.model.errors import InputError
 
 
@@ -22,8 +23,20 @@ class Sums:
 
     nll: list[float] = field(default_factory=list)
     """Negative log-likelihood of each window's scored tokens."""
-    by_position: np.ndarray | float = 0.0
-    """(window - 1,), the same summed over the windows."""
+    by_position: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """(longest window - 1,), the same summed over the windows, by tokens of context less 1."""
+
+    def add_positions(self, sums: np.ndarray, first: int = 0) -> None:
+        """Add sums for the positions from `first` on."""
+        missing = first + len(sums) - len(self.by_position)
+        if missing > 0:
+            self.by_position = np.pad(self.by_position, (0, missing))
+        self.by_position[first : first + len(sums)] += sums
+
+    def extend(self, other: "Sums") -> None:
+        """Append the windows of a later part of the text."""
+        self.nll += other.nll
+        self.add_positions(other.by_position)
 
 
 @dataclass
@@ -33,13 +46,38 @@ class CandidateSums(Sums):
     kl: list[float] = field(default_factory=list)
     """KL(teacher || candidate), summed over each window's scored positions."""
     kl_tokens: list[np.ndarray] = field(default_factory=list)
-    """The same, one float32 (window - 1,) each, for exact quantiles."""
+    """The same, one float32 (scored,) each, for exact quantiles."""
     top1: list[int] = field(default_factory=list)
     """Positions at which the candidate too gives no token more than the teacher's first choice."""
     top5: list[int] = field(default_factory=list)
     """Positions at which the teacher's first choice is among the candidate's first five."""
     change: list[float] = field(default_factory=list)
     """Sum of squares of the change in the probability of the right token."""
+
+    def extend(self, other: "Sums") -> None:
+        super().extend(other)
+        assert isinstance(other, CandidateSums)
+        for name in ("kl", "kl_tokens", "top1", "top5", "change"):
+            getattr(self, name).extend(getattr(other, name))
+
+
+@dataclass
+class Pass:
+    """What a pass over windows leaves of all models."""
+
+    teacher: Sums
+    candidates: dict[str, CandidateSums]
+
+    def extend(self, other: "Pass") -> None:
+        """Append the windows of a later part of the text."""
+        self.teacher.extend(other.teacher)
+        for name, sums in self.candidates.items():
+            sums.extend(other.candidates[name])
+
+    @classmethod
+    def empty(cls, candidates: Mapping[str, object]) -> "Pass":
+        """No windows yet."""
+        return cls(Sums(), {name: CandidateSums() for name in candidates})
 
 
 @dataclass
@@ -117,73 +155,105 @@ class Scorer:
 def score_windows(
     teacher: PreTrainedModel,
     candidates: Mapping[str, PreTrainedModel],
-    windows: torch.Tensor,
+    windows: Sequence[Window],
     vocabulary: int,
     batch_size: int = 1,
-) -> tuple[Sums, dict[str, CandidateSums]]:
+    name: str = "eval",
+    first: int = 0,
+    total: int | None = None,
+) -> Pass:
     """Run the windows through all models, each model once per window.
 
     Beyond the models it holds the logits of `batch_size` windows of the teacher and of one
     candidate, and one scalar per token and candidate.
 
     Args:
-        windows: int64 (windows, window).
         vocabulary: logits compared; those beyond are left out.
+        name: of the text, for the progress bar.
+        first: number of the first window, from 0, where these are a part of `total` windows.
 
     Raises:
         InputError: if logits are not finite, naming the window and the model.
     """
-    device = teacher.device
-    scorer = Scorer(vocabulary, windows.shape[1] - 1, device)
-    teacher_sums = Sums()
-    sums = {name: CandidateSums() for name in candidates}
-    with tqdm(total=len(windows), desc="eval", unit="window", file=sys.stderr) as bar:
-        for batch in windows.to(device).split(batch_size):
-            where = [f"window {bar.n + row + 1} of {len(windows)}" for row in range(len(batch))]
-            logits = _logits(teacher, batch)
-            scored = [
-                scorer.score(rows[:-1], ids[1:]) for rows, ids in zip(logits, batch, strict=True)
-            ]
-            for scores, place in zip(scored, where, strict=True):
-                _add(teacher_sums, scores, f"the teacher, {place}")
-            for name, model in candidates.items():
-                places = [f"{name}, {place}" for place in where]
-                _add_candidate(sums[name], scorer, model, batch, logits, scored, places)
-            del logits  # before the next batch's are made
+    device, done = teacher.device, Pass.empty(candidates)
+    total = len(windows) if total is None else total
+    positions = max((window.scored for window in windows), default=1)
+    scorer = Scorer(vocabulary, positions, device)
+    number = first
+    # One bar where several processes share the windows.
+    bar = tqdm(total=len(windows), desc=name, unit="window", file=sys.stderr, disable=first > 0)
+    with bar:
+        for batch in same_shape(windows, batch_size):
+            where = [f"window {number + row} of {total}" for row in range(1, len(batch) + 1)]
+            _score_batch(done, scorer, teacher, candidates, batch, where)
+            number += len(batch)
             bar.update(len(batch))
-    return teacher_sums, sums
+    return done
 
 
-def _logits(model: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=batch, use_cache=False).logits
+def same_shape(windows: Sequence[Window], batch_size: int) -> Iterator[list[Window]]:
+    """Batches of neighbours of one length that score as many tokens."""
+    batch: list[Window] = []
+    for window in windows:
+        shape = (len(window.ids), window.scored)
+        if batch and (len(batch) == batch_size or shape != (len(batch[0].ids), batch[0].scored)):
+            yield batch
+            batch = []
+        batch.append(window)
+    if batch:
+        yield batch
 
 
-def _add(sums: Sums, scores: Scores, where: str) -> None:
+def _score_batch(
+    done: Pass,
+    scorer: Scorer,
+    teacher: PreTrainedModel,
+    candidates: Mapping[str, PreTrainedModel],
+    batch: list[Window],
+    where: list[str],
+) -> None:
+    ids = torch.stack([window.ids for window in batch]).to(teacher.device)
+    scored = batch[0].scored
+    start = ids.shape[1] - 1 - scored
+    inputs, targets = ids[:, :-1], ids[:, -scored:]
+    logits = _logits(teacher, inputs)[:, start:]
+    scores = [scorer.score(rows, right) for rows, right in zip(logits, targets, strict=True)]
+    for each, place in zip(scores, where, strict=True):
+        _add(done.teacher, each, start, f"the teacher, {place}")
+    for name, model in candidates.items():
+        sums, theirs = done.candidates[name], _logits(model, inputs)[:, start:]
+        for row, place in enumerate(where):
+            own = scorer.score(theirs[row], targets[row])
+            _add(sums, own, start, f"{name}, {place}")
+            _compare(sums, scorer, logits[row], theirs[row], scores[row], own)
+        del theirs  # before the next candidate's are made
+
+
+def _logits(model: PreTrainedModel, inputs: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=inputs, use_cache=False).logits
+
+
+def _add(sums: Sums, scores: Scores, start: int, where: str) -> None:
     if not scores.nll.isfinite().all():
         raise InputError(
             f"{where}: the logits are not finite (NaN or overflow); check the checkpoint, "
             "or evaluate with dtype float32."
         )
     sums.nll.append(float(scores.nll.sum()))
-    sums.by_position = sums.by_position + scores.nll.numpy()
+    sums.add_positions(scores.nll.numpy(), start)
 
 
-def _add_candidate(
+def _compare(
     sums: CandidateSums,
     scorer: Scorer,
-    model: PreTrainedModel,
-    batch: torch.Tensor,
     teacher_logits: torch.Tensor,
-    teacher_scores: list[Scores],
-    places: list[str],
+    logits: torch.Tensor,
+    teacher: Scores,
+    own: Scores,
 ) -> None:
-    logits = _logits(model, batch)
-    for row, (ids, teacher) in enumerate(zip(batch, teacher_scores, strict=True)):
-        own = scorer.score(logits[row, :-1], ids[1:])
-        _add(sums, own, places[row])
-        kl, rank = scorer.diverge(teacher_logits[row, :-1], logits[row, :-1], teacher, own)
-        sums.kl.append(float(kl.sum()))
-        sums.kl_tokens.append(kl.float().numpy())
-        sums.top1.append(int((rank == 0).sum()))
-        sums.top5.append(int((rank < 5).sum()))
-        sums.change.append(float(((-own.nll).exp() - (-teacher.nll).exp()).square().sum()))
+    kl, rank = scorer.diverge(teacher_logits, logits, teacher, own)
+    sums.kl.append(float(kl.sum()))
+    sums.kl_tokens.append(kl.float().numpy())
+    sums.top1.append(int((rank == 0).sum()))
+    sums.top5.append(int((rank < 5).sum()))
+    sums.change.append(float(((-own.nll).exp() - (-teacher.nll).exp()).square().sum()))

@@ -140,6 +140,17 @@ def list_tensors(folder: Path) -> dict[str, Path]:
     return tensors
 
 
+def weights_sha256(folder: Path) -> str:
+    """SHA-256 over the names and contents of a checkpoint's weight files."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(file.name.encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
+
+
 def load_causal_lm(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Load a causal LM with every weight accounted for.
 

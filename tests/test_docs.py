@@ -45,18 +45,23 @@ def workplace(pico_llama, text_file, tmp_path, monkeypatch):
     return tmp_path
 
 
+def run(line: str) -> None:
+    """Run one command line, torchrun's in processes of their own."""
+    words = shlex.split(line)
+    if words[0] == "torchrun":
+        launcher = [sys.executable, "-P", "-m", "torch.distributed.run"]
+        subprocess.run([*launcher, *words[1:]], check=True, capture_output=True, timeout=300)
+    else:
+        assert words[0] == "bilinearize", line
+        main(words[1:])
+
+
 def test_every_readme_command_runs(workplace, capsys):
     ran = 0
     for line in commands(ROOT / "README.md"):
         if line in NOT_RUN_HERE:
             continue
-        words = shlex.split(line)
-        if words[0] == "torchrun":
-            launcher = [sys.executable, "-P", "-m", "torch.distributed.run"]
-            subprocess.run([*launcher, *words[1:]], check=True, capture_output=True, timeout=300)
-        else:
-            assert words[0] == "bilinearize", line
-            main(words[1:])
+        run(line)
         ran += 1
     assert ran >= 5
     for folder in (
@@ -98,6 +103,18 @@ def test_every_interpret_command_runs(workplace):
             line += " --epochs 2 --seeds 1"
         main(shlex.split(line.replace("MODEL", "model").replace("OUT", out))[1:])
         assert (workplace / out / "index.html").is_file()
+
+
+def test_every_eval_command_runs(workplace, documents_file):
+    main(["convert", "SmolLM2-135M-Instruct", "converted", "--text", "train.txt"])
+    for name in ("finetuned", "code.jsonl", "documents.jsonl"):
+        source = workplace / "converted" if name == "finetuned" else documents_file
+        (workplace / name).symlink_to(source)
+    lines = commands(ROOT / "docs" / "eval.md")
+    for line in lines:
+        run(line)
+        assert (workplace / re.findall(r"--out (\S+)", line)[0]).is_dir()
+    assert len(lines) >= 4
 
 
 def test_contributing_names_real_targets():

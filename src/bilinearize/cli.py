@@ -69,13 +69,18 @@ def run_finetune(args: Namespace) -> None:
 
 def run_eval(args: Namespace) -> None:
     """`bilinearize eval`."""
+    from accelerate import PartialState
+
     from bilinearize.eval.compare import evaluate
 
     names = [Path(candidate).name for candidate in args.candidates]
     if len(set(names)) != len(names):
         names = list(args.candidates)
     candidates = dict(zip(names, args.candidates, strict=True))
-    evaluate(args.teacher, candidates, Path(args.out), **args_of(args, EvalConfig))
+    try:
+        evaluate(args.teacher, candidates, Path(args.out), **args_of(args, EvalConfig))
+    finally:
+        PartialState().destroy_process_group()
 
 
 # `bilinearize interpret ...`: config, function, help. Modules are imported when called.

@@ -66,8 +66,10 @@ def test_loss_by_position_and_by_window(report, logits, windows):
     nll = -logits["half"][:, :-1].log_softmax(-1).gather(-1, windows[:, 1:, None])[..., 0]
     by_position = result["candidates"]["half"]["nll_by_position"]
     assert by_position == pytest.approx(nll.mean(0).tolist(), rel=1e-5)
-    assert result["windows"]["nll"]["half"] == pytest.approx(nll.sum(1).tolist(), rel=1e-6)
-    assert result["windows"]["kl"]["copy"] == [0.0] * len(windows)
+    assert result["windows"]["documents"]["nll"]["half"] == pytest.approx(
+        nll.sum(1).tolist(), rel=1e-6
+    )
+    assert result["windows"]["documents"]["kl"]["copy"] == [0.0] * len(windows)
 
 
 def test_bits_per_byte_follow_from_the_text(report, pico_llama, windows):
@@ -76,7 +78,7 @@ def test_bits_per_byte_follow_from_the_text(report, pico_llama, windows):
     tokenizer = load_tokenizer(pico_llama)
     names = tokenizer.convert_ids_to_tokens(windows[:, 1:].flatten().tolist())
     length = sum(len(name) for name in names if name != tokenizer.eos_token)
-    bits = sum(result["windows"]["nll"]["teacher"]) / math.log(2) / length
+    bits = sum(result["windows"]["documents"]["nll"]["teacher"]) / math.log(2) / length
     assert result["teacher"]["bits_per_byte"] == pytest.approx(bits, rel=1e-9)
 
 
@@ -130,7 +132,7 @@ def test_only_whole_windows_are_scored(pico_llama, half, documents_file, windows
     )
     facts = result["protocol"]
     assert (facts["windows"], facts["tokens_scored"]) == (5, 5 * 63)
-    assert len(result["windows"]["nll"]["teacher"]) == 5
+    assert len(result["windows"]["documents"]["nll"]["teacher"]) == 5
 
 
 def test_bfloat16_is_what_it_says(report, pico_llama, documents_file, tmp_path):

@@ -5,7 +5,13 @@ import math
 import numpy as np
 import pytest
 
-from bilinearize.eval.statistics import block_length, bootstrap_intervals, student_quantile
+from bilinearize.eval.statistics import (
+    block_length,
+    bootstrap_intervals,
+    combine,
+    recolour,
+    student_quantile,
+)
 
 
 def simulate_nll(generator: np.random.Generator, windows: int, dependence: float) -> np.ndarray:
@@ -20,7 +26,10 @@ def simulate_nll(generator: np.random.Generator, windows: int, dependence: float
     return np.stack([shared, shared + 0.1 + noise[20:]], axis=1)
 
 
-@pytest.mark.parametrize(("windows", "dependence"), [(5, 0), (20, 0), (100, 0), (200, 0.2)])
+@pytest.mark.parametrize(
+    ("windows", "dependence"),
+    [(5, 0), (20, 0), (100, 0), (200, 0.2), (20, 0.5), (60, 0.5), (200, 0.5), (100, 0.7)],
+)
 def test_the_interval_covers_the_truth(windows, dependence):
     generator = np.random.default_rng(1)
     runs, held = 2000, 0
@@ -31,6 +40,36 @@ def test_the_interval_covers_the_truth(windows, dependence):
         low, high = estimates.interval(0)
         held += low <= 0.1 <= high
     assert 0.92 <= held / runs <= 0.98
+
+
+def test_slices_are_combined_without_their_difference():
+    generator = np.random.default_rng(5)
+    rows = [generator.normal(mean, 1, (60, 1)) for mean in (0.0, 10.0)]
+    parts = [bootstrap_intervals(each, np.ones(60)) for each in rows]
+    both = combine(parts, [60, 60])
+    assert both.value[0] == pytest.approx(np.concatenate(rows).mean())
+    expected = math.hypot(*(part.error[0] / 2 for part in parts))
+    assert both.error[0] == pytest.approx(expected)
+    assert parts[0].freedom[0] < both.freedom[0] <= 2 * parts[0].freedom[0]
+    # Negative control: as one series the two would look dependent and spread by their difference.
+    mixed = bootstrap_intervals(np.concatenate(rows), np.ones(120))
+    assert mixed.error[0] > 5 * both.error[0]
+    assert (
+        combine([parts[0], bootstrap_intervals(np.ones((1, 1)), np.ones(1))], [60, 1]).error is None
+    )
+
+
+def test_the_factor_is_that_of_the_formula_and_independent_documents_go_without():
+    generator = np.random.default_rng(6)
+    noise = generator.normal(size=5000)
+    for index in range(1, len(noise)):
+        noise[index] += 0.6 * noise[index - 1]
+    rows = noise[:, None] - noise.mean()
+    assert recolour(rows, 1) == pytest.approx((1 + 0.6) / (1 - 0.6), rel=0.1)
+    assert recolour(rows, 17) < 1.3 < recolour(rows, 4)
+    assert recolour(np.zeros((10, 2)), 2).tolist() == [1, 1]
+    apart = bootstrap_intervals(rows, np.ones(5000), dependent=False).error[0]
+    assert apart == pytest.approx(noise.std() / math.sqrt(5000), rel=0.05)
 
 
 def test_dependence_between_neighbours_widens_the_interval():
@@ -45,7 +84,7 @@ def test_dependence_between_neighbours_widens_the_interval():
 
 def test_a_few_windows_against_the_formula():
     # With fewer than 8 windows the blocks are single windows: the plain t interval of a mean.
-    values = np.array([1.0, 2.0, 4.0, 5.5, 7.0])
+    values = np.array([4.0, 1.0, 7.0, 2.0, 5.5])  # neighbours differ: nothing to make up for
     low, high = bootstrap_intervals(values[:, None], np.ones(5), samples=20000).interval(0)
     reach = 2.776445 * values.std(ddof=1) / math.sqrt(5)
     assert (high - low) / 2 == pytest.approx(reach, rel=0.03)
