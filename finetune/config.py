@@ -1,9 +1,42 @@
 """The settings of `bilinearize finetune`: one field a flag, checked before anything is loaded."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypedDict, get_args
 
 from bilinearize.model.errors import InputError
+
+Loss = Literal["logits", "hidden", "lm"]
+Train = Literal["mlp", "mlp+norms", "all", "lora"]
+HomotopyKind = Literal["none", "blend", "swish-beta"]
+Ease = Literal["linear", "cosine", "quadratic"]
+Schedule = Literal["cosine", "linear", "constant"]
+Target = Literal["state", "mlp"]
+Mode = Literal["auto", "separate"]
+GROUPS = ("mlp", "norms", "lora", "rest")
+
+
+class Stage(TypedDict, total=False):
+    """What one stage sets otherwise than the run does; `tokens` are its own."""
+
+    loss: Loss
+    tokens: int
+    train: Train
+    rates: dict[str, float]
+    learning_rate: float
+    warmup: float
+    schedule: Schedule
+    weight_decay: float
+    max_grad_norm: float
+    kl_weight: float
+    cross_entropy_weight: float
+    temperature: float
+    hidden_weight: float
+    hidden_target: Target
+    layer_weights: list[float]
+    lora_rank: int
+    homotopy: HomotopyKind
+    homotopy_share: float
+    homotopy_ease: Ease
 
 
 @dataclass
@@ -26,19 +59,51 @@ class FinetuneConfig:
     """Training tokens in all, rounded down to whole steps; a shorter text is passed over again."""
     bos: Literal["auto", "always", "never"] = "auto"
     """Whether each window starts with BOS; auto does what the tokenizer does."""
-    train: Literal["mlp", "all"] = "mlp"
-    """What trains: the MLPs, with the teacher sharing every other weight, or everything."""
+    stages: list[Stage] = field(default_factory=list)
+    """Stages one after the other, each with its own `tokens` and what else it sets otherwise:
+    `[{loss: hidden, tokens: 20000}, {loss: logits, tokens: 80000}]`. Empty is one stage."""
+    loss: Loss = "logits"
+    """`logits`: KL to the teacher, and cross-entropy if it has a weight. `hidden`: every layer to
+    the teacher's. `lm`: cross-entropy alone."""
+    train: Train = "mlp"
+    """What trains: the MLPs; the MLPs and norms; everything; or the MLPs, and LoRA (needs peft) on
+    the other linear layers, merged at the end. A shared teacher does for all but everything."""
+    rates: dict[str, float] = field(default_factory=dict)
+    """Learning rates of groups of weights, where not `learning_rate`: `mlp`, `norms`, `lora`,
+    `rest`."""
+    lora_rank: int = 8
+    """Rank of the LoRA factors; their scale alpha / rank is 2."""
+    control: bool = False
+    """Finetune the unconverted teacher in the student's place, all else the same (without
+    homotopy): what the data alone changes."""
+    teacher_mode: Mode = "auto"
+    """`auto`: the original modules ride along in the student where it agrees with the teacher
+    elsewhere; `separate`: a second model."""
     kl_weight: float = 1.0
     """Weight of KL(teacher || student), in nats per token; 0 goes without a teacher."""
     cross_entropy_weight: float = 0.0
     """Weight of the cross-entropy on the text itself, in nats per token."""
     temperature: float = 1.0
     """Softmax temperature of the KL; the KL is multiplied by its square, so gradients keep size."""
+    hidden_weight: float = 0.0
+    """Weight of the layers' mean error, where the loss is `logits`."""
+    hidden_target: Target = "state"
+    """What is compared in each layer: the residual stream after it, or the MLP's output; squared,
+    over the teacher's stream squared."""
+    layer_weights: list[float] = field(default_factory=list)
+    """Weight of each layer in that mean; empty weighs all alike."""
+    homotopy: HomotopyKind = "none"
+    """`blend`: from the original MLP (t = 0) to the converted one (t = 1). `swish-beta`: anneals
+    the activation of a `gated` conversion, Swish with beta from 1 to 0 (arXiv 2410.08417)."""
+    homotopy_share: float = 0.3
+    """Share of the stage's steps in which t goes from 0 to 1."""
+    homotopy_ease: Ease = "linear"
+    """How: linear; cosine, slow at both ends; or quadratic, slowing down towards 1."""
     learning_rate: float = 5e-4
     """Peak learning rate of AdamW."""
     warmup: float = 0.05
     """Share of the steps over which the learning rate rises from 0."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Schedule = "cosine"
     """The learning rate after the warmup."""
     weight_decay: float = 0.0
     """Decoupled weight decay; never on biases and norms."""
@@ -66,25 +131,69 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         for name in ("tokens", "batch_size", "accumulation", "save_every", "keep_checkpoints"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
-        for name in ("log_every", "kl_chunk"):
+        for name in ("log_every", "kl_chunk", "lora_rank"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
-        for name in ("kl_weight", "cross_entropy_weight", "weight_decay", "max_grad_norm"):
+        for name in ("kl_weight", "cross_entropy_weight", "hidden_weight", "weight_decay"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "use 0 or more")
+        _require(self.max_grad_norm >= 0, "max_grad_norm", self.max_grad_norm, "use 0 or more")
         for name in ("temperature", "learning_rate"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "use more than 0")
         _require(self.window >= 2, "window", self.window, "use 2 or more tokens")
         _require(0 <= self.warmup < 1, "warmup", self.warmup, "use a share from 0 to below 1")
-        for name, allowed in (
-            ("bos", ("auto", "always", "never")),
-            ("train", ("mlp", "all")),
-            ("schedule", ("cosine", "linear", "constant")),
+        share = self.homotopy_share
+        _require(0 < share <= 1, "homotopy_share", share, "use a share above 0, at most 1")
+        for name, kind in (
+            ("bos", Literal["auto", "always", "never"]),
+            ("loss", Loss),
+            ("train", Train),
+            ("teacher_mode", Mode),
+            ("hidden_target", Target),
+            ("homotopy", HomotopyKind),
+            ("homotopy_ease", Ease),
+            ("schedule", Schedule),
         ):
-            value = getattr(self, name)
+            value, allowed = getattr(self, name), get_args(kind)
             _require(value in allowed, name, value, f"use one of {', '.join(allowed)}")
-        if self.kl_weight == 0 and self.cross_entropy_weight == 0:
+        for name, rate in self.rates.items():
+            _require(name in GROUPS, "rates", name, f"name groups among {', '.join(GROUPS)}")
+            _require(rate > 0, f"rates.{name}", rate, "use more than 0")
+        for weight in self.layer_weights:
+            _require(weight >= 0, "layer_weights", weight, "use 0 or more")
+        if self.loss == "logits" and not any(self.weights()):
             raise InputError(
                 "--kl_weight and --cross_entropy_weight are both 0; give one a weight."
             )
+        self.stage_list()
+
+    def weights(self) -> tuple[float, float, float]:
+        """What the loss weighs: KL, cross-entropy, and the layers' mean error."""
+        if self.loss == "lm":
+            return 0.0, 1.0, 0.0
+        if self.loss == "hidden":
+            return 0.0, 0.0, 1.0
+        return self.kl_weight, self.cross_entropy_weight, self.hidden_weight
+
+    def stage_list(self) -> list["FinetuneConfig"]:
+        """The settings of each stage; without `stages`, these.
+
+        Raises:
+            InputError: if a stage is out of range, lacks tokens or sets what is the whole run's.
+        """
+        return [self._stage(number, stage) for number, stage in enumerate(self.stages)] or [self]
+
+    def _stage(self, number: int, stage: Stage) -> "FinetuneConfig":
+        own: dict[str, Any] = dict(stage)
+        for name in own.keys() - Stage.__annotations__.keys():
+            raise InputError(
+                f"--stages: stage {number} sets {name!r}; a stage sets any of "
+                f"{', '.join(Stage.__annotations__)}."
+            )
+        if "tokens" not in own:
+            raise InputError(f"--stages: stage {number} has no tokens; say how many it trains on.")
+        try:
+            return replace(self, stages=[], **own)
+        except InputError as error:
+            raise InputError(f"--stages: stage {number}: {error}") from None
 
 
 def _require(holds: bool, name: str, value: object, remedy: str) -> None:

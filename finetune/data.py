@@ -21,13 +21,14 @@ class TrainingWindows(Dataset):
     often the run was interrupted, and however a step is cut into micro-batches and processes.
     """
 
-    def __init__(self, windows: torch.Tensor, count: int, seed: int):
-        """`windows` is int64 (m, window); the sequence has `count` items."""
+    def __init__(self, windows: torch.Tensor, count: int, seed: int, start: int = 0):
+        """`windows` is int64 (m, window); the whole sequence has `count` items, and this part of it
+        begins at `start`."""
         generator = torch.Generator().manual_seed(seed)
         passes = -(-count // len(windows))
         orders = [torch.randperm(len(windows), generator=generator) for _ in range(passes)]
         self.windows = windows
-        self.order = torch.cat(orders)[:count]
+        self.order = torch.cat(orders)[start:count]
 
     def __len__(self) -> int:
         return len(self.order)

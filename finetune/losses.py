@@ -14,11 +14,22 @@ from torch import nn
 
 @dataclass(frozen=True)
 class LossWeights:
-    """What the loss of one token is: `kl * temperature^2 * KL_T + cross_entropy * CE`, in nats."""
+    """What the loss of one token is, in nats:
+    `kl * temperature^2 * KL_T + cross_entropy * CE + hidden * (the layers' mean error)`."""
 
     kl: float
     cross_entropy: float
     temperature: float
+    hidden: float = 0.0
+    target: str = "state"
+    """What the error of a layer compares: the `state` after it, or the output of its `mlp`."""
+    layers: tuple[float, ...] = ()
+    """Weight of each layer; empty weighs all alike."""
+
+    @property
+    def need_teacher(self) -> bool:
+        """Whether the loss compares with a teacher."""
+        return self.kl > 0 or self.hidden > 0
 
 
 def loss_sums(
@@ -44,7 +55,12 @@ def loss_sums(
     Returns:
         The weighted sum (scalar, differentiable in `hidden` and the parameters of `head`), and the
         unweighted sums (3): KL at the temperature, cross-entropy, the teacher's cross-entropy.
+        All are 0, and no logits are made, where neither KL nor cross-entropy has a weight and a
+        gradient is wanted.
     """
+    if torch.is_grad_enabled() and not (weights.kl or weights.cross_entropy):
+        zeros = hidden.new_zeros(4, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        return zeros[0], zeros[1:]
 
     def chunk_loss(part: slice, piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         teacher = None
@@ -56,6 +72,41 @@ def loss_sums(
     parameters = [p for p in head.parameters() if p.requires_grad]
     train = torch.is_grad_enabled()
     return _ChunkedSum.apply(chunk_loss, chunk, train, hidden, *parameters)
+
+
+def layer_errors(
+    ours: list[torch.Tensor],
+    theirs: list[torch.Tensor],
+    streams: list[torch.Tensor],
+    counts: torch.Tensor,
+    layers: tuple[float, ...],
+) -> torch.Tensor:
+    """The mean over layers of |ours - theirs|^2 / |stream|^2, summed over the tokens that count.
+
+    Dividing token by token keeps the few tokens with massive activations from being all there is.
+
+    Args:
+        ours, theirs: (batch, length, d) each: what is compared in each layer.
+        streams: (batch, length, d) each: the teacher's residual stream after each layer.
+        counts: bool (batch, length - 1): which of the positions but the last count.
+        layers: the weight of each layer, or none.
+
+    Raises:
+        ValueError: if there are not as many weights as layers.
+    """
+    if layers and len(layers) != len(ours):
+        raise ValueError(f"{len(layers)} layer weights for {len(ours)} layers")
+    total = torch.zeros((), dtype=torch.float32, device=counts.device)
+    for index, (our, their, stream) in enumerate(zip(ours, theirs, streams, strict=True)):
+        weight = layers[index] if layers else 1.0
+        if weight:
+            our, their, stream = (x[:, :-1][counts] for x in (our, their, stream))
+            our, their, stream = (
+                x.to(torch.promote_types(x.dtype, total.dtype)) for x in (our, their, stream)
+            )
+            power = stream.square().sum(-1).clamp(min=1e-12)
+            total = total + weight * ((our - their).square().sum(-1) / power).sum()
+    return total / len(ours)
 
 
 def _logits(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The result of a finetune: one plain Hugging Face folder that says how it was made."""
+"""The folders a finetune writes: plain Hugging Face checkpoints that say how they were made."""
 
 import json
 import shutil
@@ -8,63 +8,99 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers.modeling_utils import PreTrainedModel
 
 from bilinearize.finetune.data import WINDOWS
 from bilinearize.finetune.trainer import RecoveryTrainer
-from bilinearize.finetune.work import HISTORY, SETTINGS
+from bilinearize.finetune.work import HISTORY, RESULT, SETTINGS, stage_folder
 from bilinearize.model.checkpoint import atomic_folder, carry_files, list_tensors
 from bilinearize.model.families import CONVERTED_TYPES
 
 RECORD = "finetune.json"
+LOSSES = ("step", "loss", "kl", "gap", "cross_entropy", "hidden")
 
 
-def write_result(trainer: RecoveryTrainer, student: Path, work: Path, out: Path) -> None:
-    """Write the trained student to `out`, whole or not at all, in the dtype it was stored in.
+def write_stage(
+    model: PreTrainedModel, trainer: RecoveryTrainer, student: Path, stage: Path
+) -> None:
+    """Write what a stage ends with, in fp32, as `STAGE/result`, whole or not at all."""
+    with atomic_folder(stage / RESULT) as partial:
+        _write_model(model, student, partial, torch.float32)
+        _write_json(partial / RECORD, stage_record(trainer))
+
+
+def write_result(
+    model: PreTrainedModel, trainer: RecoveryTrainer, student: Path, work: Path, out: Path
+) -> None:
+    """Write the finished student to `out`, whole or not at all, in the dtype it was stored in.
 
     Args:
-        trainer: after training.
-        student: the checkpoint that training started from; its tokenizer and record are carried on.
+        model: what the last stage ended with, in fp32.
+        trainer: that of the last stage, after training.
+        student: the checkpoint that the first stage started from; its tokenizer and record are
+            carried on.
         work: the run's work folder.
 
     Raises:
         InputError: if `out` exists.
     """
-    model: Any = trainer.pair.student
-    family = CONVERTED_TYPES[model.config.model_type]
-    dtype = _stored_dtype(student)
+    dtype = stored_dtype(student)
+    number = 0
+    stages = []
+    while (folder := stage_folder(work, number) / RESULT).is_dir():
+        stages.append(json.loads((folder / RECORD).read_text()))
+        number += 1
+    stages.append(stage_record(trainer))
     with atomic_folder(out) as partial:
-        model.to(dtype).save_pretrained(partial)
-        config = json.loads((partial / "config.json").read_text())
+        _write_model(model, student, partial, dtype)
+        lines = [
+            {"stage": stage} | json.loads(line)
+            for stage in range(len(stages))
+            for line in (stage_folder(work, stage) / HISTORY).read_text().splitlines()
+        ]
+        (partial / HISTORY).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        _write_json(partial / RECORD, _record(stages, work, dtype))
+
+
+def _write_model(model: PreTrainedModel, student: Path, folder: Path, dtype: torch.dtype) -> None:
+    model.to(dtype).save_pretrained(folder)  # pyright: ignore[reportArgumentType]
+    config = json.loads((folder / "config.json").read_text())
+    family = CONVERTED_TYPES.get(config["model_type"])
+    if family is not None:
         config["auto_map"] = family.auto_map  # save_pretrained leaves AutoModel out
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        carry_files(student, partial)
-        if (student / "bilinearize.json").is_file():
-            shutil.copyfile(student / "bilinearize.json", partial / "bilinearize.json")
-        shutil.copyfile(work / HISTORY, partial / HISTORY)
-        record = _record(trainer, work, dtype)
-        (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+        _write_json(folder / "config.json", config)
+    carry_files(student, folder)
+    if (student / "bilinearize.json").is_file():
+        shutil.copyfile(student / "bilinearize.json", folder / "bilinearize.json")
 
 
-def _record(trainer: RecoveryTrainer, work: Path, dtype: torch.dtype) -> dict[str, Any]:
-    settings = json.loads((work / SETTINGS).read_text())
+def stage_record(trainer: RecoveryTrainer) -> dict[str, Any]:
+    """What one stage did, in numbers."""
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     windows: Any = trainer.train_dataset
-    tokens = len(windows) * settings["window"]
-    seconds = history[-1]["seconds"]
-    losses = ("step", "loss", "kl", "gap", "cross_entropy")
+    tokens = len(windows) * len(windows[0]["input_ids"])
     teacher = trainer.pair.teacher
+    return {
+        "steps": trainer.state.global_step,
+        "tokens": tokens,
+        "seconds": round(history[-1]["seconds"], 3),
+        "teacher": teacher.mode if teacher is not None else None,
+        "trained_parameters": sum(p.numel() for p in trainer.trained_tensors().values()),
+        "first": {name: history[0][name] for name in LOSSES if name in history[0]},
+        "last": {name: history[-1][name] for name in LOSSES if name in history[-1]},
+    }
+
+
+def _record(stages: list[dict[str, Any]], work: Path, dtype: torch.dtype) -> dict[str, Any]:
+    totals = {name: sum(stage[name] for stage in stages) for name in ("steps", "tokens", "seconds")}
     with safe_open(work / WINDOWS, framework="pt") as file:
         sha256 = file.metadata()["sha256"]
     return {
-        "settings": settings,
-        "steps": trainer.state.global_step,
-        "tokens": tokens,
-        "seconds": round(seconds, 3),
-        "tokens_per_second": round(tokens / seconds, 1),
-        "teacher": teacher.mode if teacher is not None else None,
-        "trained_parameters": sum(p.numel() for p in trainer.trained_tensors().values()),
-        "first": {name: history[0][name] for name in losses if name in history[0]},
-        "last": {name: history[-1][name] for name in losses if name in history[-1]},
+        "settings": json.loads((work / SETTINGS).read_text()),
+        **stages[-1],
+        **totals,
+        "tokens_per_second": round(totals["tokens"] / totals["seconds"], 1),
+        "stages": stages,
         "data_sha256": sha256,
         "dtype": str(dtype).removeprefix("torch."),
         "versions": {
@@ -74,7 +110,11 @@ def _record(trainer: RecoveryTrainer, work: Path, dtype: torch.dtype) -> dict[st
     }
 
 
-def _stored_dtype(folder: Path) -> torch.dtype:
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
     """The widest dtype among a checkpoint's tensors."""
     dtypes = set()
     for file in set(list_tensors(folder).values()):

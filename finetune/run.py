@@ -13,38 +13,30 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from transformers import TrainingArguments
-from transformers.modeling_utils import PreTrainedModel
 
 from bilinearize.finetune import data, work
 from bilinearize.finetune.config import FinetuneConfig
-from bilinearize.finetune.losses import LossWeights
-from bilinearize.finetune.result import write_result
-from bilinearize.finetune.teacher import (
-    SeparateTeacher,
-    SharedTeacher,
-    StudentWithTeacher,
-    decoder_layers,
-    load_teacher,
-)
+from bilinearize.finetune.pair import StudentWithTeacher
+from bilinearize.finetune.result import write_result, write_stage
+from bilinearize.finetune.stage import build_stage, finished_model
 from bilinearize.finetune.trainer import RecoveryTrainer, training_arguments
 from bilinearize.model.checkpoint import (
     check_new,
     list_tensors,
-    load_causal_lm,
     load_config,
     load_tokenizer,
     resolve_checkpoint,
 )
 from bilinearize.model.errors import InputError
 from bilinearize.model.families import CONVERTED_TYPES
-from bilinearize.model.symmetry import balance_
 
 
 def finetune(student: str, teacher: str, out: Path, **settings: Any) -> Path:
     """Train `student` towards `teacher` and write the result as one plain Hugging Face folder.
 
-    While training, `OUT.work` holds the packed text and the checkpoints. The same call goes on from
-    the last checkpoint there, to the same weights as without the interruption.
+    While training, `OUT.work` holds the packed text, the checkpoints, and the result of each stage
+    but the last. The same call goes on from the last checkpoint there, to the same weights as
+    without the interruption.
 
     Args:
         student: a converted checkpoint: folder or hub id.
@@ -63,31 +55,69 @@ def finetune(student: str, teacher: str, out: Path, **settings: Any) -> Path:
     out = Path(out)
     check_new(out)
     folder = work.work_folder(out)
-    arguments = _arguments(config, folder / work.CHECKPOINTS)
+    stages = config.stage_list()
+    arguments = [
+        _arguments(stage, work.stage_folder(folder, number) / work.CHECKPOINTS)
+        for number, stage in enumerate(stages)
+    ]
     processes = PartialState()
     with processes.main_process_first():
-        sources = resolve_checkpoint(student), resolve_checkpoint(teacher)
-    _check_sources(*sources, config.window)
-    windows_per_step = config.batch_size * config.accumulation * processes.num_processes
-    steps = data.steps_in(config.tokens, config.window, windows_per_step)
-    packed = _prepare(config, *sources, folder, processes)
-    model = _build(config, *sources, processes)
-    if packed is not None:
-        work.make_work(folder, *packed)
-    processes.wait_for_everyone()
-    windows = data.TrainingWindows(data.load_windows(folder), steps * windows_per_step, config.seed)
-    history = folder / work.HISTORY
-    trainer = RecoveryTrainer(model, arguments, windows, config.keep_checkpoints, history)
+        original = resolve_checkpoint(teacher)
+        begun = original if config.control else resolve_checkpoint(student)
+    _check_sources(begun, original, config)
+    per_step = config.batch_size * config.accumulation * processes.num_processes
+    counts = [data.steps_in(stage.tokens, config.window, per_step) * per_step for stage in stages]
+    packed = _prepare(config, stages, begun, original, folder, processes)
+    # Of what has been done, the result of the last stage that is over is where to go on.
+    results = [work.stage_folder(folder, number) / work.RESULT for number in range(len(stages))]
+    first = next(number for number, result in enumerate(results) if not result.is_dir())
+    source = begun if first == 0 else results[first - 1]
+    for number in range(first, len(stages)):
+        stage, done = stages[number], sum(counts[:number])
+        pair, described = build_stage(stage, source, original)
+        if packed is not None:
+            work.make_work(folder, *packed)
+            packed = None
+        processes.wait_for_everyone()
+        heading = f"Stage {number + 1} of {len(stages)}. " if len(stages) > 1 else ""
+        processes.print(heading + described)
+        windows = data.load_windows(folder)
+        part = data.TrainingWindows(windows, done + counts[number], config.seed, done)
+        trainer = _train(stage, pair, arguments[number], part, processes)
+        if processes.is_main_process:
+            model = finished_model(stage, source, trainer.trained_tensors())
+            if number + 1 < len(stages):
+                write_stage(model, trainer, source, work.stage_folder(folder, number))
+                shutil.rmtree(str(arguments[number].output_dir))
+            else:
+                write_result(model, trainer, begun, folder, out)
+                shutil.rmtree(folder)
+        processes.wait_for_everyone()
+        source = results[number]
+        del pair, trainer  # before the next stage's are loaded
+    return out
+
+
+def _train(
+    stage: FinetuneConfig,
+    pair: StudentWithTeacher,
+    arguments: TrainingArguments,
+    windows: data.TrainingWindows,
+    processes: PartialState,
+) -> RecoveryTrainer:
+    """Train a stage to its end, from its last checkpoint if there is one."""
+    folder = Path(str(arguments.output_dir)).parent
+    trainer = RecoveryTrainer(
+        pair, arguments, windows, stage.keep_checkpoints, folder / work.HISTORY, stage.rates
+    )
     last = work.last_checkpoint(folder)
     if last is not None:
         processes.print(f"Going on from {last}")
     trainer.train(resume_from_checkpoint=last)
     trainer.check_weights()
-    if processes.is_main_process:
-        write_result(trainer, sources[0], folder, out)
-        shutil.rmtree(folder)
-    processes.wait_for_everyone()
-    return out
+    if pair.homotopy is not None and pair.homotopy.t != 1:
+        raise RuntimeError(f"the homotopy ended at t = {pair.homotopy.t}")
+    return trainer
 
 
 def _arguments(config: FinetuneConfig, output: Path) -> TrainingArguments:
@@ -107,17 +137,17 @@ def _arguments(config: FinetuneConfig, output: Path) -> TrainingArguments:
     )
 
 
-def _check_sources(student: Path, teacher: Path, window: int) -> None:
-    """Raise InputError unless `student` is converted, fits `window` and uses the same tokens."""
+def _check_sources(student: Path, teacher: Path, config: FinetuneConfig) -> None:
+    """Raise InputError unless the student is what the run needs and uses the same tokens."""
     ours, theirs = load_config(student), load_config(teacher)
-    if ours.model_type not in CONVERTED_TYPES:
+    if ours.model_type not in CONVERTED_TYPES and not config.control:
         raise InputError(
             f"{student}: model_type is {ours.model_type}, not a converted model; convert it first."
         )
-    if window > ours.max_position_embeddings:
+    if config.window > ours.max_position_embeddings:
         raise InputError(
-            f"--window {window} is longer than the {ours.max_position_embeddings} positions of "
-            f"{student}; use at most that."
+            f"--window {config.window} is longer than the {ours.max_position_embeddings} positions "
+            f"of {student}; use at most that."
         )
     if ours.vocab_size != theirs.vocab_size:
         raise InputError(
@@ -134,7 +164,12 @@ def _check_sources(student: Path, teacher: Path, window: int) -> None:
 
 
 def _prepare(
-    config: FinetuneConfig, student: Path, teacher: Path, folder: Path, processes: PartialState
+    config: FinetuneConfig,
+    stages: list[FinetuneConfig],
+    student: Path,
+    teacher: Path,
+    folder: Path,
+    processes: PartialState,
 ) -> tuple[dict[str, Any], torch.Tensor] | None:
     """What the work folder is to hold, in the main process and unless it holds it already."""
     if not processes.is_main_process:
@@ -154,45 +189,7 @@ def _prepare(
         config.text_column,
         config.split,
         config.window,
-        config.tokens,
+        sum(stage.tokens for stage in stages),
         config.bos,
     )
     return settings, windows
-
-
-def _build(
-    config: FinetuneConfig, student: Path, teacher: Path, processes: PartialState
-) -> StudentWithTeacher:
-    """Load both models in fp32, balance and free what trains, and say so."""
-    model = load_causal_lm(student)
-    original, difference = None, None
-    if config.kl_weight > 0:
-        original, difference = load_teacher(teacher, model, share=config.train == "mlp")
-    for layer in decoder_layers(model):
-        if layer.mlp.form == "bilinear":
-            balance_(layer.mlp)
-    if config.train == "mlp":
-        model.requires_grad_(False)
-        for layer in decoder_layers(model):
-            layer.mlp.requires_grad_(True)
-    if config.gradient_checkpointing:
-        model.activation_checkpointing_enable()
-    processes.print(_describe(config, model, original))
-    if difference is not None:
-        processes.print(f"The teacher is loaded whole, not shared: {difference} differs.")
-    weights = LossWeights(config.kl_weight, config.cross_entropy_weight, config.temperature)
-    return StudentWithTeacher(model, original, weights, config.kl_chunk)
-
-
-def _describe(
-    config: FinetuneConfig,
-    model: PreTrainedModel,
-    teacher: SharedTeacher | SeparateTeacher | None,
-) -> str:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    ours, all_ = sum(p.numel() for p in trained), sum(p.numel() for p in model.parameters())
-    what = "the MLPs" if config.train == "mlp" else "every weight"
-    return (
-        f"Trains {what}: {ours:,} of {all_:,} parameters in {len(trained)} tensors; "
-        f"teacher: {teacher.mode if teacher is not None else 'none'}."
-    )

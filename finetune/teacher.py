@@ -1,13 +1,11 @@
-"""The teacher, and the module that runs student and teacher on one batch.
+"""The teacher of a run.
 
-Two teachers: `SharedTeacher` is the student with its original MLPs put back for one pass, for runs
-that train nothing else; `SeparateTeacher` is a second, frozen model.
+`SharedTeacher` is the student with its original modules put back for one pass, for runs that leave
+all else as it was; `SeparateTeacher` is a second, frozen model.
 """
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,10 +13,8 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from bilinearize.finetune.losses import LossWeights, loss_sums
-from bilinearize.model.checkpoint import load_causal_lm
+from bilinearize.finetune.riding import Riding, teaching
 
-IGNORE = -100
 # Fields of a configuration that do not change what the layers outside the MLPs compute.
 NOT_SHARED = (
     "architectures auto_map model_type dtype torch_dtype transformers_version _name_or_path "
@@ -28,36 +24,26 @@ NOT_SHARED = (
 
 
 class SharedTeacher(nn.Module):
-    """The student's own weights around the original MLPs, which ride along frozen."""
+    """The student's own weights around the original modules that ride along in it, frozen."""
 
     mode = "shared"
 
-    def __init__(self, mlps: list[nn.Module]):
+    def __init__(self, student: PreTrainedModel):
         super().__init__()
-        self.mlps = nn.ModuleList(mlps).requires_grad_(False)
+        modules = list(student.modules())
+        self.riders = [module for module in modules if isinstance(module, Riding)]
+        self.adapted = [module for module in modules if hasattr(module, "_disable_adapters")]
 
     @contextmanager
-    def swapped_into(self, student: PreTrainedModel) -> Iterator[None]:
-        """Within the block, `student` computes what its source did (and has no dropout)."""
-        layers, training = decoder_layers(student), student.training
-        own = [layer.mlp for layer in layers]
+    def runs(self, student: PreTrainedModel) -> Iterator[PreTrainedModel]:
+        """Within the block, the model yielded computes what the source does."""
+        training = student.training
         try:
             student.eval()
-            for layer, mlp in zip(layers, self.mlps, strict=True):
-                layer.mlp = mlp
-            yield
+            with teaching(self.riders, self.adapted):
+                yield student
         finally:
-            for layer, mlp in zip(layers, own, strict=True):
-                layer.mlp = mlp
             student.train(training)
-
-    @torch.no_grad()
-    def forward(
-        self, student: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, nn.Module]:
-        """Last hidden states (batch, length, d), and the head that reads them."""
-        with self.swapped_into(student):
-            return last_hidden(student, input_ids, attention_mask), head_of(student)
 
 
 class SeparateTeacher(nn.Module):
@@ -69,64 +55,10 @@ class SeparateTeacher(nn.Module):
         super().__init__()
         self.model = model.requires_grad_(False).eval()
 
-    @torch.no_grad()
-    def forward(
-        self, student: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, nn.Module]:
-        """Last hidden states (batch, length, d), and the head that reads them."""
-        self.model.eval()
-        hidden = last_hidden(self.model, input_ids, attention_mask)
-        return hidden, head_of(self.model)
-
-
-class StudentWithTeacher(nn.Module):
-    """What Trainer wraps: both models and the loss in one forward, as DDP needs it."""
-
-    # Trainer then counts `labels[..., 1:]`, and hands that count to `compute_loss`.
-    loss_type = "ForCausalLM"
-    accepts_loss_kwargs = True
-
-    def __init__(
-        self,
-        student: PreTrainedModel,
-        teacher: SharedTeacher | SeparateTeacher | None,
-        weights: LossWeights,
-        chunk: int,
-    ):
-        super().__init__()
-        self.student = student
-        self.teacher = teacher
-        self.weights = weights
-        self.chunk = chunk
-        self.config = copy.deepcopy(student.config)  # Trainer changes `use_cache` in it
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        labels: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-    ) -> dict[str, torch.Tensor]:
-        """Sums over the positions whose next token counts.
-
-        Args:
-            input_ids, labels: (batch, length); labels unshifted, -100 where a token does not count.
-            attention_mask: (batch, length), 0 at padding.
-
-        Returns:
-            `loss` (scalar), `parts` (3; see `loss_sums`), `count` (scalar, positions that count).
-        """
-        counts = labels[:, 1:] != IGNORE
-        teacher_hidden = teacher_head = None
-        if self.teacher is not None:
-            teacher_hidden, teacher_head = self.teacher(self.student, input_ids, attention_mask)
-            teacher_hidden = teacher_hidden[:, :-1][counts]
-        hidden = last_hidden(self.student, input_ids, attention_mask)[:, :-1][counts]
-        head = head_of(self.student)
-        labels = labels[:, 1:][counts]
-        loss, parts = loss_sums(
-            hidden, head, labels, teacher_hidden, teacher_head, self.weights, self.chunk
-        )
-        return {"loss": loss, "parts": parts, "count": counts.sum()}
+    @contextmanager
+    def runs(self, student: PreTrainedModel) -> Iterator[PreTrainedModel]:
+        """Within the block, the model yielded computes what the source does."""
+        yield self.model.eval()
 
 
 def decoder_layers(model: PreTrainedModel) -> list[Any]:
@@ -140,47 +72,38 @@ def head_of(model: PreTrainedModel) -> nn.Module:
     return cast(nn.Module, model.get_output_embeddings())
 
 
-def last_hidden(
-    model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
-) -> torch.Tensor:
+def last_hidden(model: PreTrainedModel, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
     """(batch, length) to (batch, length, d): what the head reads."""
-    outputs = model.base_model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+    outputs = model.base_model(input_ids=input_ids, use_cache=False, **options)
     return outputs.last_hidden_state
 
 
-def load_teacher(
-    folder: Path, student: PreTrainedModel, share: bool
-) -> tuple[SharedTeacher | SeparateTeacher, str | None]:
-    """The teacher for `student`, shared if asked for and possible.
+def norm_names(model: PreTrainedModel) -> list[str]:
+    """The names of the normalisation modules outside the MLPs that have weights of their own."""
+    named = model.named_modules()
+    own = [(name, m) for name, m in named if "Norm" in type(m).__name__ and ".mlp." not in name]
+    return [name for name, m in own if list(m.parameters(recurse=False))]
 
-    Returns:
-        The teacher, and why it is not shared although asked for (else None).
 
-    Raises:
-        InputError: if the teacher's checkpoint is not whole.
+def first_difference(
+    student: PreTrainedModel, teacher: PreTrainedModel, riding: list[str]
+) -> str | None:
+    """The first weight or configuration field outside the MLPs that differs, or None.
+
+    Args:
+        riding: names of modules that may differ, for the teacher's ride along.
     """
-    model = load_causal_lm(folder)
-    if not share:
-        return SeparateTeacher(model), None
-    difference = first_difference(student, model)
-    if difference is not None:
-        return SeparateTeacher(model), difference
-    return SharedTeacher([layer.mlp for layer in decoder_layers(model)]), None
-
-
-def first_difference(student: PreTrainedModel, teacher: PreTrainedModel) -> str | None:
-    """The first weight or configuration field outside the MLPs that differs, or None."""
-    ours, theirs = (_outside_mlps(model.state_dict()) for model in (student, teacher))
+    skipped = tuple(f"{name}." for name in riding)
+    ours, theirs = (
+        {n: tensor for n, tensor in model.state_dict().items() if ".mlp." not in n}
+        for model in (student, teacher)
+    )
     if ours.keys() != theirs.keys():
         return sorted(ours.keys() ^ theirs.keys())[0]
     for name, tensor in ours.items():
-        if not torch.equal(tensor, theirs[name]):
+        if not name.startswith(skipped or ("\0",)) and not torch.equal(tensor, theirs[name]):
             return name
     return _config_difference(student.config, teacher.config)
-
-
-def _outside_mlps(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in state.items() if ".mlp." not in name}
 
 
 def _config_difference(student: PretrainedConfig, teacher: PretrainedConfig) -> str | None:

@@ -1,20 +1,22 @@
 """transformers' Trainer with a loss per token and checkpoints that are never torn."""
 
-import json
 import math
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
-from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from bilinearize.finetune.teacher import StudentWithTeacher
+from bilinearize.finetune.callbacks import HistoryFile, HomotopySchedule, LossBar
+from bilinearize.finetune.groups import optimizer_groups
+from bilinearize.finetune.pair import PARTS, StudentWithTeacher
+from bilinearize.finetune.riding import plain_name
 from bilinearize.model.errors import InputError
 
 WEIGHTS = "model.safetensors"
@@ -90,17 +92,32 @@ class RecoveryTrainer(Trainer):
         train_dataset: Any,
         keep_checkpoints: int = 1,
         history: Path | None = None,
+        rates: dict[str, float] | None = None,
         **kwargs: Any,
     ):
         super().__init__(model=model, args=args, train_dataset=train_dataset, **kwargs)
         self.pair = model
         self.folder = Path(str(args.output_dir))
         self.keep_checkpoints = keep_checkpoints
-        self._parts = torch.zeros(4, dtype=torch.float32, device=args.device)
+        self.rates = rates or {}
+        self._parts = torch.zeros(len(PARTS) + 1, dtype=torch.float32, device=args.device)
         self.remove_callback(ProgressCallback)
         if not args.disable_tqdm:
             self.add_callback(LossBar)
         self.add_callback(HistoryFile(history))
+        if model.homotopy is not None:
+            self.add_callback(HomotopySchedule(model.homotopy))
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """AdamW, with a learning rate for each group and no decay on biases and norms."""
+        if self.optimizer is None:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args)
+            student: Any = self.pair.student
+            decayed = set(self.get_decay_parameter_names(student))
+            rate = self.args.learning_rate
+            groups = optimizer_groups(student, decayed, self.args.weight_decay, rate, self.rates)
+            self.optimizer = kind(groups, **options)
+        return self.optimizer
 
     def compute_loss(
         self,
@@ -124,13 +141,10 @@ class RecoveryTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the parts of the loss since the last entry, in nats per token."""
         if "loss" in logs:
-            parts: Any = self.accelerator.reduce(self._parts, "sum")
-            kl, ours, theirs, count = parts.tolist()
+            sums: Any = self.accelerator.reduce(self._parts, "sum")
+            *parts, count = sums.tolist()
             self._parts.zero_()
-            count = max(count, 1.0)
-            logs["cross_entropy"] = ours / count
-            if self.pair.teacher is not None:
-                logs |= {"kl": kl / count, "gap": (ours - theirs) / count}
+            logs |= self.pair.describe(parts, count)
         super().log(logs, start_time)
 
     # Trainer saves into this folder; `_save_checkpoint` moves the result to where resuming looks.
@@ -158,26 +172,28 @@ class RecoveryTrainer(Trainer):
     def trained_tensors(self) -> dict[str, torch.Tensor]:
         """What trains, by its name in the student."""
         named = self.pair.student.named_parameters()
-        return {name: tensor.data for name, tensor in named if tensor.requires_grad}
+        return {plain_name(name): tensor.data for name, tensor in named if tensor.requires_grad}
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if self.args.should_save:
             folder = Path(output_dir or self.folder)
             folder.mkdir(parents=True, exist_ok=True)
-            save_file(self.trained_tensors(), folder / WEIGHTS)
+            homotopy = self.pair.homotopy
+            metadata = {} if homotopy is None else {"t": repr(homotopy.t)}
+            save_file(self.trained_tensors(), folder / WEIGHTS, metadata)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        saved, ours = (
-            load_file(os.path.join(resume_from_checkpoint, WEIGHTS)),
-            self.trained_tensors(),
-        )
-        if saved.keys() != ours.keys():
-            name = sorted(saved.keys() ^ ours.keys())[0]
-            raise InputError(
-                f"{resume_from_checkpoint}: {name} does not fit; remove the checkpoint."
-            )
-        for name, tensor in ours.items():
-            tensor.copy_(saved[name])
+        ours = self.trained_tensors()
+        with safe_open(os.path.join(resume_from_checkpoint, WEIGHTS), framework="pt") as saved:
+            different = sorted(set(saved.keys()) ^ ours.keys())
+            if different:
+                raise InputError(
+                    f"{resume_from_checkpoint}: {different[0]} does not fit; remove the checkpoint."
+                )
+            for name, tensor in ours.items():
+                tensor.copy_(saved.get_tensor(name))
+            if self.pair.homotopy is not None:
+                self.pair.homotopy.set(float(saved.metadata()["t"]))
 
     def check_weights(self) -> None:
         """Raise InputError if a trained weight is not finite."""
@@ -191,41 +207,3 @@ class RecoveryTrainer(Trainer):
     def _last_good(self) -> str:
         last = get_last_checkpoint(str(self.folder)) if self.folder.is_dir() else None
         return f" Last good checkpoint: {last}" if last else " No checkpoint had been written."
-
-
-class LossBar(ProgressCallback):
-    """Trainer's progress bar, with the newest loss behind it instead of a line per entry."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if state.is_world_process_zero and self.training_bar is not None and "loss" in logs:
-            shown = {k: f"{logs[k]:.4f}" for k in ("loss", "kl", "gap") if k in logs}
-            self.training_bar.set_postfix(shown)
-
-
-class HistoryFile(TrainerCallback):
-    """Writes each log entry to a .jsonl file, with the seconds of training so far.
-
-    A resumed run first cuts the file back to the checkpoint. An entry closes at every save, so that
-    the entries after a resume cover the same steps as in an undisturbed run.
-    """
-
-    def __init__(self, file: Path | None):
-        self.file = file
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        past = state.log_history[-1].get("seconds", 0.0) if state.log_history else 0.0
-        self.begun = time.monotonic() - past
-        if self.file is not None and state.is_world_process_zero:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text("".join(json.dumps(entry) + "\n" for entry in state.log_history))
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_log = control.should_log or control.should_save
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" not in logs:
-            return
-        state.log_history[-1]["seconds"] = time.monotonic() - self.begun
-        if self.file is not None and state.is_world_process_zero:
-            with self.file.open("a") as lines:
-                lines.write(json.dumps(state.log_history[-1]) + "\n")

@@ -17,6 +17,7 @@ from bilinearize.model.errors import InputError
 SETTINGS = "settings.json"
 CHECKPOINTS = "checkpoints"
 HISTORY = "log.jsonl"
+RESULT = "result"
 
 
 def work_folder(out: Path) -> Path:
@@ -53,7 +54,12 @@ def make_work(work: Path, settings: dict[str, Any], windows: torch.Tensor) -> No
         (partial / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def last_checkpoint(work: Path) -> str | None:
+def stage_folder(work: Path, stage: int) -> Path:
+    """Where a stage keeps its checkpoints, its log and, once it is over, its result."""
+    return work / f"stage-{stage}"
+
+
+def last_checkpoint(stage: Path) -> str | None:
     """The newest checkpoint. The trainer gives a folder its name only when it is whole."""
-    folder = work / CHECKPOINTS
+    folder = stage / CHECKPOINTS
     return get_last_checkpoint(str(folder)) if folder.is_dir() else None

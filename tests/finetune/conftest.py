@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bilinearize.finetune.run import finetune
+from bilinearize.finetune.trainer import training_arguments
 from bilinearize.model.families import FAMILIES
 
 JOB = Path(__file__).with_name("job.py")
@@ -111,3 +112,26 @@ def weights():
 def history():
     """Read a folder's log: `history(folder) -> [entry, ...]`."""
     return lambda folder: [json.loads(x) for x in (folder / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def step_arguments():
+    """Trainer arguments without warmup or clipping: `step_arguments(folder, batch_size=4)`."""
+
+    def make(folder, batch_size=4, accumulation=1, weight_decay=0.0):
+        return training_arguments(
+            folder / "checkpoints",
+            learning_rate=1e-3,
+            warmup=0.0,
+            schedule="constant",
+            weight_decay=weight_decay,
+            max_grad_norm=0.0,
+            batch_size=batch_size,
+            accumulation=accumulation,
+            save_every=100,
+            log_every=1,
+            bf16=False,
+            seed=0,
+        )
+
+    return make

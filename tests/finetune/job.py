@@ -1,7 +1,9 @@
 """Finetunes in a process of its own: `python job.py JSON`, a list of arguments of `finetune`.
 
 `"kill_after": n` kills the process with SIGKILL when step n is done, `"kill_in_save": n` in the
-middle of writing the checkpoint of step n; `"interrupt_after": n` ends only that finetune.
+middle of writing the checkpoint of step n, `"kill_before_stage": n` when stage n - 1 is written;
+`"interrupt_after": n` ends only that finetune. Steps count within
+a stage.
 """
 
 import json
@@ -9,10 +11,12 @@ import os
 import signal
 import sys
 
+from bilinearize.finetune import run
+from bilinearize.finetune.callbacks import HistoryFile
 from bilinearize.finetune.run import finetune
-from bilinearize.finetune.trainer import HistoryFile, RecoveryTrainer
+from bilinearize.finetune.trainer import RecoveryTrainer
 
-EVENTS = ("kill_after", "kill_in_save", "interrupt_after")
+EVENTS = ("kill_after", "kill_in_save", "kill_before_stage", "interrupt_after")
 
 
 class Interrupt(Exception):
@@ -33,10 +37,17 @@ def plant(event: dict[str, int]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         save_rng_state(self, output_dir)
 
+    def write_and_kill(model, trainer, student, stage):
+        write_stage(model, trainer, student, stage)
+        if stage.name == f"stage-{event.get('kill_before_stage', 0) - 1}":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run.write_stage = write_and_kill
     HistoryFile.on_step_begin = on_step_begin
     RecoveryTrainer._save_rng_state = _save_rng_state
 
 
+write_stage = run.write_stage
 save_rng_state = RecoveryTrainer._save_rng_state
 
 if __name__ == "__main__":

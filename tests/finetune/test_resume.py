@@ -32,13 +32,15 @@ def test_killed_twice_ends_at_the_same_weights(
     folder = shutil.copytree(killed, tmp_path / "killed")
     work = folder / "out.work"
     assert not (folder / "out").exists()
-    assert last_checkpoint(work).endswith("checkpoint-4")
+    assert last_checkpoint(work / "stage-0").endswith("checkpoint-4")
     status, output = launch(job | {"out": folder / "out", "kill_in_save": 8})
     assert status == -signal.SIGKILL, output
     assert "Going on from" in output
     # Step 8 was being written: its weights are there, its optimizer may be, and it is never picked.
-    assert (work / "checkpoints" / "saving" / "checkpoint-8" / "model.safetensors").exists()
-    assert last_checkpoint(work).endswith("checkpoint-4")
+    assert (
+        work / "stage-0" / "checkpoints" / "saving" / "checkpoint-8" / "model.safetensors"
+    ).exists()
+    assert last_checkpoint(work / "stage-0").endswith("checkpoint-4")
     out = finetune(**job, out=folder / "out")
     assert equal(weights(out), weights(finished))
     logs = [history(folder) for folder in (out, finished)]
@@ -51,7 +53,7 @@ def test_killed_twice_ends_at_the_same_weights(
 
 def test_the_comparison_sees_a_forgotten_optimizer(job, killed, finished, weights, tmp_path):
     folder = shutil.copytree(killed, tmp_path / "killed")
-    file = folder / "out.work" / "checkpoints" / "checkpoint-4" / "optimizer.pt"
+    file = folder / "out.work" / "stage-0" / "checkpoints" / "checkpoint-4" / "optimizer.pt"
     state = torch.load(file)
     for moments in state["state"].values():
         moments["exp_avg"].zero_()

@@ -1,17 +1,18 @@
 """The trainer: a step's loss and gradient, the two teachers, a run that diverges."""
 
+import json
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
-from bilinearize.finetune.losses import LossWeights
-from bilinearize.finetune.teacher import (
-    SeparateTeacher,
-    SharedTeacher,
-    StudentWithTeacher,
-    load_teacher,
-)
-from bilinearize.finetune.trainer import RecoveryTrainer, training_arguments
+from bilinearize.finetune.config import FinetuneConfig
+from bilinearize.finetune.pair import StudentWithTeacher
+from bilinearize.finetune.stage import build_stage
+from bilinearize.finetune.teacher import SeparateTeacher, SharedTeacher
+from bilinearize.finetune.trainer import RecoveryTrainer
 from bilinearize.model.checkpoint import load_causal_lm
 from bilinearize.model.errors import InputError
 
@@ -30,30 +31,9 @@ def padded_rows() -> list[dict[str, torch.Tensor]]:
     return rows
 
 
-def build(student, teacher, share=True, weights=LossWeights(1.0, 0.2, 1.0)):  # noqa: B008
-    model = load_causal_lm(student)
-    original, _ = load_teacher(teacher, model, share)
-    model.requires_grad_(False)
-    for layer in model.model.layers:
-        layer.mlp.requires_grad_(True)
-    return StudentWithTeacher(model, original, weights, chunk=5)
-
-
-def arguments(tmp_path, batch_size=4, accumulation=1, weight_decay=0.0):
-    return training_arguments(
-        tmp_path / "checkpoints",
-        learning_rate=1e-3,
-        warmup=0.0,
-        schedule="constant",
-        weight_decay=weight_decay,
-        max_grad_norm=0.0,
-        batch_size=batch_size,
-        accumulation=accumulation,
-        save_every=100,
-        log_every=1,
-        bf16=False,
-        seed=0,
-    )
+def build(student, teacher, **settings) -> StudentWithTeacher:
+    settings = {"cross_entropy_weight": 0.2, "kl_chunk": 5} | settings
+    return build_stage(FinetuneConfig(text="unread", **settings), student, teacher)[0]
 
 
 class Gradients(TrainerCallback):
@@ -64,12 +44,10 @@ class Gradients(TrainerCallback):
         self.seen = {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
-def one_step(model, tmp_path, batch_size, accumulation, trainer_class=RecoveryTrainer):
+def one_step(model, arguments, trainer_class=RecoveryTrainer):
     """Train one step on the padded rows: its loss and gradients."""
     gradients = Gradients()
-    trainer = trainer_class(
-        model, arguments(tmp_path, batch_size, accumulation), padded_rows(), callbacks=[gradients]
-    )
+    trainer = trainer_class(model, arguments, padded_rows(), callbacks=[gradients])
     trainer.train()
     return trainer.state.log_history[0], gradients.seen
 
@@ -86,21 +64,21 @@ def distance(first, second):
     return max((first[name] - second[name]).abs().max() / first[name].abs().max() for name in first)
 
 
-def test_a_step_does_not_depend_on_micro_batches(student, pico_llama, tmp_path):
-    whole, gradients = one_step(build(student, pico_llama), tmp_path, 8, 1)
-    cut, same = one_step(build(student, pico_llama), tmp_path, 2, 4)
+def test_a_step_does_not_depend_on_micro_batches(student, pico_llama, step_arguments, tmp_path):
+    whole, gradients = one_step(build(student, pico_llama), step_arguments(tmp_path, 8, 1))
+    cut, same = one_step(build(student, pico_llama), step_arguments(tmp_path, 2, 4))
     for name in ("loss", "kl", "cross_entropy", "gap"):
         assert cut[name] == pytest.approx(whole[name], rel=1e-5, abs=1e-6)
     assert len(gradients) == 18 and gradients.keys() == same.keys()
     assert distance(gradients, same) < 1e-5
-    wrong, other = one_step(build(student, pico_llama), tmp_path, 2, 4, MeanOfMeans)
+    wrong, other = one_step(build(student, pico_llama), step_arguments(tmp_path, 2, 4), MeanOfMeans)
     assert wrong["loss"] != pytest.approx(whole["loss"], rel=1e-2)
     assert distance(gradients, other) > 1e-2
 
 
-def test_loss_is_the_mean_over_tokens_that_count(student, pico_llama, tmp_path):
+def test_loss_is_the_mean_over_tokens_that_count(student, pico_llama, step_arguments, tmp_path):
     model = build(student, pico_llama)
-    logged, _ = one_step(model, tmp_path, 8, 1)
+    logged, _ = one_step(model, step_arguments(tmp_path, 8, 1))
     ours, theirs = load_causal_lm(student), load_causal_lm(pico_llama)
     kl = cross_entropy = 0.0
     with torch.no_grad():
@@ -116,7 +94,9 @@ def test_loss_is_the_mean_over_tokens_that_count(student, pico_llama, tmp_path):
 
 def test_shared_teacher_equals_separate_teacher(student, pico_llama):
     batch = {name: torch.stack([row[name] for row in padded_rows()]) for name in padded_rows()[0]}
-    shared, separate = (build(student, pico_llama, share) for share in (True, False))
+    shared, separate = (
+        build(student, pico_llama, teacher_mode=mode) for mode in ("auto", "separate")
+    )
     assert isinstance(shared.teacher, SharedTeacher)
     assert isinstance(separate.teacher, SeparateTeacher)
     count = [sum(p.numel() for p in model.parameters()) for model in (shared, separate)]
@@ -131,59 +111,71 @@ def test_shared_teacher_equals_separate_teacher(student, pico_llama):
 def test_the_swap_ends_with_the_block(student, pico_llama):
     model = build(student, pico_llama)
     ids = padded_rows()[0]["input_ids"][None]
+    model.student.eval()
     before = model.student(ids).logits
-    with pytest.raises(RuntimeError), model.teacher.swapped_into(model.student):
-        within = model.student(ids).logits
+    with pytest.raises(RuntimeError), model.teacher.runs(model.student) as teacher:
+        within = teacher(ids).logits
         raise RuntimeError
     assert torch.equal(model.student(ids).logits, before)
     assert torch.allclose(within, load_causal_lm(pico_llama)(ids).logits, atol=1e-5)
     assert not torch.allclose(within, before, atol=1e-2)
 
 
-def test_a_teacher_with_another_weight_is_not_shared(student, pico_llama):
-    model = load_causal_lm(student)
-    model.model.layers[1].self_attn.q_proj.weight.data[0, 0] += 1e-3
-    teacher, difference = load_teacher(pico_llama, model, share=True)
-    assert isinstance(teacher, SeparateTeacher)
-    assert difference == "model.layers.1.self_attn.q_proj.weight"
+def test_a_teacher_with_another_weight_or_configuration_is_not_shared(
+    student, pico_llama, tmp_path
+):
+    changed = shutil.copytree(student, tmp_path / "changed")
+    tensors = load_file(changed / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    tensors[name][0, 0] += 1e-3
+    save_file(tensors, changed / "model.safetensors", {"format": "pt"})
+    config = FinetuneConfig(text="unread")
+    pair, described = build_stage(config, changed, pico_llama)
+    assert isinstance(pair.teacher, SeparateTeacher)
+    assert f"not shared: {name} differs" in described
+    fields = json.loads((student / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
+    (changed / "config.json").write_text(json.dumps(fields))
+    shutil.copy(student / "model.safetensors", changed)
+    pair, described = build_stage(config, changed, pico_llama)
+    assert isinstance(pair.teacher, SeparateTeacher)
+    assert "rms_norm_eps in config.json differs" in described
 
 
-def test_a_teacher_with_another_configuration_is_not_shared(student, pico_llama):
-    model = load_causal_lm(student)
-    model.config.rms_norm_eps = 1e-3
-    _, difference = load_teacher(pico_llama, model, share=True)
-    assert difference == "rms_norm_eps in config.json"
-
-
-def test_weight_decay_spares_biases_and_norms(student, pico_llama, tmp_path):
-    model = build(student, pico_llama)
-    model.student.requires_grad_(True)
-    trainer = RecoveryTrainer(model, arguments(tmp_path, weight_decay=0.1), padded_rows())
+def test_each_group_has_its_rate_and_decay_spares_biases_and_norms(
+    student, pico_llama, step_arguments, tmp_path
+):
+    model = build(student, pico_llama, train="all")
+    rates = {"mlp": 1e-2, "rest": 1e-4}
+    trainer = RecoveryTrainer(
+        model, step_arguments(tmp_path, weight_decay=0.1), padded_rows(), rates=rates
+    )
     trainer.create_optimizer()
-    names = {id(p): name for name, p in model.named_parameters()}
-    decay = {
-        g["weight_decay"]: {names[id(p)] for p in g["params"]}
+    names = {id(p): name for name, p in model.student.named_parameters()}
+    groups = {
+        (g["lr"], g["weight_decay"]): {names[id(p)] for p in g["params"]}
         for g in trainer.optimizer.param_groups
     }
-    assert all("bias" not in name and "norm" not in name for name in decay[0.1])
-    assert len(decay[0.1]) == 3 * 7 + 1
-    assert len(decay[0.0]) == 3 * (3 + 2) + 1
+    counts = {key: len(group) for key, group in groups.items()}
+    # 3 layers: 3 MLP weights and 3 biases, 4 attention weights, 2 norms; embedding, last norm.
+    assert counts == {(1e-2, 0.1): 9, (1e-2, 0): 9, (1e-4, 0.1): 13, (1e-3, 0): 7}
+    assert all("norm" in name for name in groups[1e-3, 0])
+    assert all("bias" in name for name in groups[1e-2, 0])
 
 
 @pytest.mark.parametrize("when", ["loss", "weights"])
-def test_a_diverging_run_stops(student, pico_llama, tmp_path, when):
+def test_a_diverging_run_stops(student, pico_llama, step_arguments, tmp_path, when):
     model = build(student, pico_llama)
 
     class Poison(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if when == "loss" and state.global_step == 1:
-                model.student.model.layers[0].mlp.up_proj.weight.data[0] = float("nan")
+                model.student.model.layers[0].mlp.own.up_proj.weight.data[0] = float("nan")
 
         def on_optimizer_step(self, args, state, control, **kwargs):
             if when == "weights" and state.global_step == 1:
-                model.student.model.layers[0].mlp.up_proj.weight.data[0] = float("inf")
+                model.student.model.layers[0].mlp.own.up_proj.weight.data[0] = float("inf")
 
-    trainer = RecoveryTrainer(model, arguments(tmp_path), padded_rows(), callbacks=[Poison()])
+    trainer = RecoveryTrainer(model, step_arguments(tmp_path), padded_rows(), callbacks=[Poison()])
     expected = (
         r"loss is nan at step 2.*No checkpoint"
         if when == "loss"
