@@ -12,7 +12,7 @@ def show(run: Path) -> str:
     """The samples of the run's report as text."""
     result = json.loads((run / "eval" / "eval.json").read_text(encoding="utf-8"))
     lines = []
-    for sample in result["samples"]:
+    for sample in result["samples"][:2]:
         lines += ["", "Prompt: ..." + quote(sample["prompt"][-200:])]
         lines.append(f"  teacher:   {quote(sample['teacher'])}")
         for name, text in sample["candidates"].items():

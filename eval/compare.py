@@ -1,40 +1,22 @@
 """Evaluate converted models against their teacher on the same tokens, and write the report."""
 
-import hashlib
-import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from transformers.modeling_utils import PreTrainedModel
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from bilinearize.eval.generate import sample_texts
-from bilinearize.eval.inputs import (
-    check_tokenizer,
-    common_vocabulary,
-    load_model,
-    tokenizer_hash,
-)
+from bilinearize.eval.facts import interval_facts, model_facts, run_facts, text_facts
+from bilinearize.eval.generate import compare_texts
+from bilinearize.eval.inputs import TEACHER, Setup, prepare
 from bilinearize.eval.processes import gather, own_share, team, together
 from bilinearize.eval.report import SCHEMA, format_protocol, format_table, write_report
 from bilinearize.eval.scores import Pass, score_windows
-from bilinearize.eval.statistics import LEVEL, block_length
 from bilinearize.eval.summary import KL_EDGES, summarise
-from bilinearize.eval.windows import Reading, Slice, plan_reading, read_slices
-from bilinearize.model.checkpoint import (
-    check_new,
-    load_tokenizer,
-    resolve_checkpoint,
-    weights_sha256,
-)
+from bilinearize.eval.windows import Slice, plan_reading
+from bilinearize.model.checkpoint import check_new
 from bilinearize.model.device import choose_device
 from bilinearize.model.errors import InputError
-from bilinearize.model.text import adds_bos
 
-TEACHER = "teacher"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -54,7 +36,7 @@ def evaluate(
     dtype: str = "float32",
     device: str = "auto",
     batch_size: int = 1,
-    prompts: int = 3,
+    prompts: int = 16,
     sample_tokens: int = 48,
     bootstrap_samples: int = 2000,
     seed: int = 0,
@@ -84,69 +66,23 @@ def evaluate(
     reading = plan_reading(protocol, text, text_column, split, window, stride, tokens, bos)
     together(lambda: check_new(out))
     sources = {TEACHER: teacher, **candidates}
-    setup = together(lambda: _prepare(sources, revision, reading, dtype, choose_device(device)))
-    passes = [_score(setup, part, batch_size) for part in setup.slices]
-    samples = sample_texts(
-        setup.models[TEACHER],
-        setup.students,
-        setup.tokenizer,
-        [window for part in setup.slices for window in part.windows],
-        prompts,
-        sample_tokens,
-        setup.vocabulary,
+    setup = together(
+        lambda: prepare(sources, revision, reading, DTYPES[dtype], choose_device(device))
     )
+    passes = [_score(setup, part, batch_size) for part in setup.slices]
+    texts = compare_texts(setup, prompts, sample_tokens, bootstrap_samples, seed)
     whole, each = summarise(setup.slices, passes, bootstrap_samples, seed)
     facts = {
-        **_text_facts(setup, reading),
-        **_run_facts(setup, dtype, batch_size),
-        "interval": _interval_facts(setup, bootstrap_samples, seed),
+        **text_facts(setup, reading),
+        **run_facts(setup, dtype, batch_size),
+        "interval": interval_facts(setup, bootstrap_samples, seed),
     }
-    result = _assemble(facts, setup, sources, whole, each, passes, samples)
+    result = _assemble(facts, setup, sources, whole, each, passes, texts)
     if state.is_main_process:
         write_report(out, result)
         print(f"{format_table(result)}\n\n{format_protocol(result)}\nWrote {out}")
     state.wait_for_everyone()
     return result
-
-
-@dataclass
-class Setup:
-    """All that is read before the pass."""
-
-    folders: dict[str, Path]
-    tokenizer: PreTrainedTokenizerBase
-    slices: list[Slice]
-    models: dict[str, PreTrainedModel]
-    vocabulary: int
-    """How many logits are compared."""
-
-    @property
-    def students(self) -> dict[str, PreTrainedModel]:
-        """The candidates."""
-        return {name: model for name, model in self.models.items() if name != TEACHER}
-
-
-def _prepare(
-    sources: Mapping[str, str],
-    revision: str | None,
-    reading: Reading,
-    dtype: str,
-    device: torch.device,
-) -> Setup:
-    folders = {
-        name: resolve_checkpoint(source, revision if name == TEACHER else None)
-        for name, source in sources.items()
-    }
-    tokenizer = load_tokenizer(folders[TEACHER])
-    slices = read_slices(tokenizer, reading)
-    for name, folder in folders.items():
-        if name != TEACHER:
-            check_tokenizer(name, folder, tokenizer, slices, reading)
-    models = {
-        name: load_model(name, folder, DTYPES[dtype], device, reading.window)
-        for name, folder in folders.items()
-    }
-    return Setup(folders, tokenizer, slices, models, common_vocabulary(models, tokenizer, slices))
 
 
 def _score(setup: Setup, part: Slice, batch_size: int) -> Pass:
@@ -196,76 +132,6 @@ def _check_values(
             raise InputError(f"{key} is {value}; use {low} or more.")
 
 
-def _text_facts(setup: Setup, reading: Reading) -> dict:
-    digest = hashlib.sha256()
-    for part in setup.slices:
-        digest.update(bytes.fromhex(part.facts["tokens_sha256"]))
-    free = reading.protocol.name == "windows"
-    return {
-        "name": reading.protocol.name,
-        "window": reading.window,
-        "stride": reading.stride,
-        "scored": reading.protocol.scored,
-        "windows": sum(len(part.windows) for part in setup.slices),
-        "tokens_scored": sum(part.tokens for part in setup.slices),
-        "bos": reading.bos if free else "protocol",
-        "bos_in_every_window": free and adds_bos(setup.tokenizer, reading.bos),
-        "slices": {part.name: part.facts for part in setup.slices},
-        "tokens_sha256": digest.hexdigest(),
-        "tokenizer_sha256": tokenizer_hash(setup.tokenizer),
-    }
-
-
-def _run_facts(setup: Setup, dtype: str, batch_size: int) -> dict:
-    packages = ("bilinearize", "torch", "transformers", "numpy")
-    teacher = setup.models[TEACHER]
-    return {
-        "vocabulary": setup.vocabulary,
-        "dtype": dtype,
-        "device": teacher.device.type,
-        "attention": teacher.config._attn_implementation,
-        "batch_size": batch_size,
-        "processes": team().num_processes,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in packages},
-        },
-    }
-
-
-def _interval_facts(setup: Setup, samples: int, seed: int) -> dict:
-    by_document = setup.slices[0].windows[0].document is not None
-    how = (
-        "bootstrap over documents"
-        if by_document
-        else "circular block bootstrap over windows, recoloured for what blocks miss"
-    )
-    lengths = {
-        part.name: 1 if by_document else block_length(len(part.windows)) for part in setup.slices
-    }
-    return {
-        "level": LEVEL,
-        "method": f"{how}: Student's t times its standard error",
-        "unit": "document" if by_document else "window",
-        "block_windows": lengths,
-        "samples": samples,
-        "seed": seed,
-    }
-
-
-def _model_facts(setup: Setup, sources: Mapping[str, str]) -> dict[str, dict]:
-    return {
-        name: {
-            "path": str(sources[name]),
-            "folder": str(setup.folders[name]),
-            "model_type": model.config.model_type,
-            "parameters": model.num_parameters(),
-            "weights_sha256": weights_sha256(setup.folders[name]),
-        }
-        for name, model in setup.models.items()
-    }
-
-
 def _assemble(
     protocol: dict,
     setup: Setup,
@@ -273,9 +139,9 @@ def _assemble(
     whole: dict,
     each: list[dict],
     passes: list[Pass],
-    samples: list[dict],
+    texts: dict,
 ) -> dict:
-    facts, students = _model_facts(setup, sources), setup.students
+    facts, students = model_facts(setup, sources), setup.students
     names = [part.name for part in setup.slices]
     return {
         "schema": SCHEMA,
@@ -293,5 +159,5 @@ def _assemble(
             }
             for part, done in zip(setup.slices, passes, strict=True)
         },
-        "samples": samples,
+        **texts,
     }

@@ -32,7 +32,7 @@ class EvalConfig:
     """Where the models run, e.g. cpu or cuda:1; auto takes the first GPU, if there is one."""
     batch_size: int = 1
     """Windows per forward pass. Two models' logits of so many windows are held at a time."""
-    prompts: int = 3
+    prompts: int = 16
     """Held-out prompts that every model continues greedily; 0 for none."""
     sample_tokens: int = 48
     """Length of each continuation in tokens."""

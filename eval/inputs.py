@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,8 +12,55 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from bilinearize.eval.windows import Reading, Slice, read_slices
-from bilinearize.model.checkpoint import load_causal_lm, load_tokenizer
+from bilinearize.model.checkpoint import load_causal_lm, load_tokenizer, resolve_checkpoint
 from bilinearize.model.errors import InputError
+
+TEACHER = "teacher"
+
+
+@dataclass
+class Setup:
+    """All that is read before the pass."""
+
+    folders: dict[str, Path]
+    tokenizer: PreTrainedTokenizerBase
+    slices: list[Slice]
+    models: dict[str, PreTrainedModel]
+    vocabulary: int
+    """How many logits are compared."""
+
+    @property
+    def students(self) -> dict[str, PreTrainedModel]:
+        """The candidates."""
+        return {name: model for name, model in self.models.items() if name != TEACHER}
+
+
+def prepare(
+    sources: Mapping[str, str],
+    revision: str | None,
+    reading: Reading,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Setup:
+    """Read the text, load the models and check that they go together.
+
+    Raises:
+        InputError: that names what can't be had or doesn't fit.
+    """
+    folders = {
+        name: resolve_checkpoint(source, revision if name == TEACHER else None)
+        for name, source in sources.items()
+    }
+    tokenizer = load_tokenizer(folders[TEACHER])
+    slices = read_slices(tokenizer, reading)
+    for name, folder in folders.items():
+        if name != TEACHER:
+            check_tokenizer(name, folder, tokenizer, slices, reading)
+    models = {
+        name: load_model(name, folder, dtype, device, reading.window)
+        for name, folder in folders.items()
+    }
+    return Setup(folders, tokenizer, slices, models, common_vocabulary(models, tokenizer, slices))
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -116,7 +116,15 @@ def _draw_positions(axes: Axes, styles: list[tuple]) -> None:
         bins = [loss[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
         heights = [np.nanmean(each) if np.isfinite(each).any() else np.nan for each in bins]
         centres = (edges[:-1] + edges[1:] + 1) / 2
-        axes.plot(centres, heights, marker, linestyle="-", color=colour, label=name, markersize=3.5)
+        axes.plot(
+            centres,
+            np.array(heights),
+            marker,
+            linestyle="-",
+            color=colour,
+            label=name,
+            markersize=3.5,
+        )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda position, _: f"{position:g}"))
     axes.set_xlabel("tokens of context")

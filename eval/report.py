@@ -10,6 +10,8 @@ from bilinearize.model.tables import format_gap, format_size
 
 SCHEMA = 2
 """Version of the layout of `eval.json` (docs/eval.md); raised when a key changes its meaning."""
+SHOWN = 3
+"""Samples that `eval.md` shows; `eval.json` has them all."""
 HEADER = ("model", "perplexity", "gap to teacher, nats", "ratio", "KL, nats", "top-1")
 
 
@@ -82,9 +84,9 @@ def format_markdown(result: dict) -> str:
             tokens = result["protocol"]["slices"][name]["tokens_scored"]
             parts += [f"### {name}, {tokens:,} tokens", format_table(part)]
     parts += ["## More numbers", _detail_table(result)]
-    if result["samples"]:
-        parts.append("## Greedy continuations")
-    for number, sample in enumerate(result["samples"], 1):
+    if result["generation"]:
+        parts += ["## Greedy continuations", format_generation(result["generation"])]
+    for number, sample in enumerate(result["samples"][:SHOWN], 1):
         parts += [f"### Prompt {number}", _quote(sample["prompt"])]
         parts += ["teacher:", _quote(sample["teacher"])]
         for name, text in sample["candidates"].items():
@@ -107,6 +109,30 @@ def _detail_table(result: dict) -> str:
         "Top-5: the teacher's first choice is among the model's first five. RMS change in p: of "
         "the probability of the right token. Word perplexity needs whole documents: protocol "
         "`lm-eval`."
+    )
+    return tables.format_table(rows) + "\n\n" + notes
+
+
+def format_generation(facts: dict) -> str:
+    """What the models wrote, in numbers: a table and what its columns mean."""
+    header = ("text by", "teacher's loss", "less its loss on its own", "first differs after")
+    rows: list[tuple[str, ...]] = [(*header, "distinct-1", "distinct-2", "repeated 4-grams")]
+    models = {"(held-out text)": facts["text"], "teacher": facts["teacher"], **facts["candidates"]}
+    for name, record in models.items():
+        if record is None:
+            continue
+        paired = ("", "")
+        if "teacher_nll_gap" in record:
+            gap = format_gap(record["teacher_nll_gap"], record["teacher_nll_gap_interval"])
+            mean = record["first_divergence_mean"]
+            paired = (gap, f"{mean:.1f} tokens, never in {record['identical']:.0%}")
+        shares = (record[key] for key in ("distinct_1", "distinct_2", "repetition_4"))
+        written = (tables.NOT_KNOWN if share is None else f"{share:.1%}" for share in shares)
+        rows.append((name, f"{record['teacher_nll']:.3f}", *paired, *written))
+    notes = (
+        f"{facts['prompts']} prompts of {facts['prompt_tokens']} tokens, {facts['tokens']} tokens "
+        "after each. Losses are nats per token. Distinct-n: different n-grams over all. Repeated: "
+        "4-grams that the same continuation had before."
     )
     return tables.format_table(rows) + "\n\n" + notes
 

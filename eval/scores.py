@@ -158,7 +158,7 @@ def score_windows(
     windows: Sequence[Window],
     vocabulary: int,
     batch_size: int = 1,
-    name: str = "eval",
+    name: str | None = "eval",
     first: int = 0,
     total: int | None = None,
 ) -> Pass:
@@ -169,7 +169,7 @@ def score_windows(
 
     Args:
         vocabulary: logits compared; those beyond are left out.
-        name: of the text, for the progress bar.
+        name: of the text, for the progress bar; None for no bar.
         first: number of the first window, from 0, where these are a part of `total` windows.
 
     Raises:
@@ -181,7 +181,8 @@ def score_windows(
     scorer = Scorer(vocabulary, positions, device)
     number = first
     # One bar where several processes share the windows.
-    bar = tqdm(total=len(windows), desc=name, unit="window", file=sys.stderr, disable=first > 0)
+    quiet = first > 0 or name is None
+    bar = tqdm(total=len(windows), desc=name, unit="window", file=sys.stderr, disable=quiet)
     with bar:
         for batch in same_shape(windows, batch_size):
             where = [f"window {number + row} of {total}" for row in range(1, len(batch) + 1)]

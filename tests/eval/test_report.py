@@ -12,7 +12,13 @@ from transformers import GenerationConfig
 
 from bilinearize.eval.compare import evaluate
 from bilinearize.eval.config import EvalConfig
-from bilinearize.eval.generate import choose_prompts, common_length, continue_greedily
+from bilinearize.eval.generate import (
+    choose_prompts,
+    common_length,
+    continue_greedily,
+    distinct,
+    repetition,
+)
 from bilinearize.eval.plot import draw
 from bilinearize.eval.report import format_markdown, format_table
 from bilinearize.eval.windows import Window
@@ -132,8 +138,8 @@ def test_samples(report, pico_llama, half, windows):
     result, _ = report
     tokenizer = load_tokenizer(pico_llama)
     teacher, student = load_causal_lm(pico_llama), load_causal_lm(half)
-    prompts = choose_prompts([Window(row, 63) for row in windows], 3)
-    assert len(result["samples"]) == len(prompts) == 3
+    prompts, _ = choose_prompts([Window(row, 63) for row in windows], 16, 12)
+    assert len(result["samples"]) == len(prompts) == 16
     for sample, prompt in zip(result["samples"], prompts, strict=True):
         assert sample["prompt"] == tokenizer.decode(prompt, skip_special_tokens=True)
         written = [_greedy_without_cache(model, prompt, 12) for model in (teacher, student)]
@@ -155,7 +161,7 @@ def _greedy_without_cache(model, prompt: torch.Tensor, tokens: int) -> torch.Ten
 
 def test_generation_takes_nothing_from_the_checkpoints_settings(pico_llama, windows):
     model = load_causal_lm(pico_llama)
-    prompts = choose_prompts([Window(row, 63) for row in windows], 2)
+    prompts, _ = choose_prompts([Window(row, 63) for row in windows], 2, 12)
     plain = continue_greedily(model, prompts, 12, 300)
     settings = GenerationConfig(repetition_penalty=5.0, eos_token_id=plain[0, 1].item())
     model.generation_config = settings
@@ -164,6 +170,50 @@ def test_generation_takes_nothing_from_the_checkpoints_settings(pico_llama, wind
     # Negative control: they do change what `generate` gives by itself.
     own = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=12)
     assert not own[:, prompts.shape[1] :].equal(plain)
+
+
+def test_generation_in_numbers(report, pico_llama, half, windows):
+    facts = report[0]["generation"]
+    teacher, student = load_causal_lm(pico_llama), load_causal_lm(half)
+    starts, real = choose_prompts([Window(row, 63) for row in windows], 16, 12)
+    assert (facts["prompts"], facts["prompt_tokens"], facts["tokens"]) == (16, 32, 12)
+    written = {"text": real}
+    for name, model in (("teacher", teacher), ("half", student)):
+        rows = [_greedy_without_cache(model, prompt, 12) for prompt in starts]
+        written[name] = torch.stack(rows)
+    loss = {}
+    for name, rows in written.items():
+        ids = torch.cat([starts, rows], 1)
+        with torch.no_grad():
+            scores = teacher(ids).logits[:, 31:-1].double().log_softmax(-1)
+        loss[name] = -scores.gather(-1, rows[..., None])[..., 0].sum(1)
+    record = facts["candidates"]["half"]
+    assert facts["text"]["teacher_nll"] == pytest.approx(float(loss["text"].mean()) / 12)
+    assert facts["teacher"]["teacher_nll"] == pytest.approx(float(loss["teacher"].mean()) / 12)
+    gap = (loss["half"] - loss["teacher"]) / 12
+    assert record["teacher_nll_gap"] == pytest.approx(float(gap.mean()), rel=1e-5)
+    low, high = record["teacher_nll_gap_interval"]
+    reach = 2.13145 * float(gap.std()) / 4  # Student's t for 16 prompts
+    assert (high - low) / 2 == pytest.approx(reach, rel=0.05)
+    shared = [
+        common_length(*pair) for pair in zip(written["half"], written["teacher"], strict=True)
+    ]
+    assert record["first_divergence_mean"] == pytest.approx(sum(shared) / 16)
+    assert record["identical"] == sum(length == 12 for length in shared) / 16
+    assert record["distinct_2"] == distinct(written["half"].tolist(), 2)
+    copy = facts["candidates"]["copy"]
+    assert (copy["teacher_nll_gap"], copy["teacher_nll_gap_interval"]) == (0, [0, 0])
+    assert (copy["first_divergence_median"], copy["identical"]) == (12, 1)
+    assert "| (held-out text)" in (report[1] / "eval.md").read_text()
+
+
+def test_distinct_and_repeated_n_grams_by_hand():
+    rows = [[1, 2, 1, 2, 1], [1, 2, 3, 4, 5]]
+    assert distinct(rows, 1) == 5 / 10
+    assert distinct(rows, 2) == 5 / 8  # 12, 21, 23, 34, 45
+    assert repetition(rows, 2) == pytest.approx((2 / 4 + 0) / 2)
+    assert repetition([[7] * 10], 4) == pytest.approx(6 / 7)
+    assert distinct([[1]], 2) is None and repetition([[1]], 2) is None
 
 
 def test_common_length():
