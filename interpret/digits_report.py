@@ -21,10 +21,10 @@ from bilinearize.interpret.digits import (
     train,
     truncated_accuracy,
 )
-from bilinearize.interpret.page import Page
 from bilinearize.interpret.plot import COLOURS, DIVERGING, new_figure
 from bilinearize.interpret.spectrum import find_spectrum
 from bilinearize.model.checkpoint import check_new
+from bilinearize.model.page import Page
 
 SCHEMA = 1
 """Version of the layout of `report.json`; raised when a key changes its meaning or goes away."""

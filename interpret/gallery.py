@@ -15,11 +15,11 @@ from transformers.modeling_utils import PreTrainedModel
 from bilinearize import InputError
 from bilinearize.interpret.layers import layer_tensor, mlp_inputs
 from bilinearize.interpret.measure import windows_of
-from bilinearize.interpret.page import Page, Tokens, show_direction
 from bilinearize.interpret.plot import draw_spectra
 from bilinearize.interpret.readout import TokenReader, named_directions, token_reader
 from bilinearize.interpret.run import SCHEMA, choose_layers, load, overview
 from bilinearize.interpret.spectrum import Spectrum, correlate, find_spectrum
+from bilinearize.model.page import Page, Tokens, show_direction
 
 CANDIDATES = (
     " he -  she",

@@ -18,11 +18,11 @@ from bilinearize.interpret.layers import (
     mlp_inputs,
 )
 from bilinearize.interpret.lowrank import random_directions, shuffled, truncation_correlations
-from bilinearize.interpret.page import Cell, Page
 from bilinearize.interpret.plot import draw_histograms, draw_layers
 from bilinearize.interpret.readout import token_reader
 from bilinearize.interpret.run import SCHEMA, load
 from bilinearize.interpret.symmetry import absorption_gap, layer_symmetry
+from bilinearize.model.page import Cell, Page
 from bilinearize.model.text import pack_windows, read_documents
 
 PUBLISHED = (0.32, 0.65)

@@ -11,7 +11,6 @@ from bilinearize import InputError
 from bilinearize.interpret.attribution import Attribution, attribute
 from bilinearize.interpret.hosvd import find_hosvd
 from bilinearize.interpret.layers import converted_layers, layer_tensor
-from bilinearize.interpret.page import Page, Tokens, show_direction, show_token
 from bilinearize.interpret.plot import draw_bars, draw_layers, draw_matrix, draw_spectra
 from bilinearize.interpret.readout import TokenReader, named_directions, token_reader
 from bilinearize.interpret.spectrum import Spectrum, find_spectrum
@@ -21,6 +20,7 @@ from bilinearize.model.checkpoint import (
     load_tokenizer,
     resolve_checkpoint,
 )
+from bilinearize.model.page import Page, Tokens, show_direction, show_token
 
 SCHEMA = 1
 """Version of the layout of `report.json`; raised when a key changes its meaning or goes away."""

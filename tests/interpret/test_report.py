@@ -15,9 +15,9 @@ from bilinearize.interpret.hosvd import find_hosvd
 from bilinearize.interpret.layers import layer_tensor, mlp_inputs
 from bilinearize.interpret.lowrank import truncation_correlations
 from bilinearize.interpret.measure import correlate_layers, symmetry, windows_of
-from bilinearize.interpret.page import Page, Tokens, show_token
 from bilinearize.interpret.run import attribution, spectrum
 from bilinearize.model.checkpoint import load_causal_lm, load_tokenizer
+from bilinearize.model.page import Page, Tokens, show_token
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = (

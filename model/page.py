@@ -21,7 +21,8 @@ p { margin: 6px 0; max-width: 80ch; } img { max-width: 100%; height: auto; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; margin: 8px 0; font-size: 13px; }
 th, td { padding: 3px 10px; text-align: left; vertical-align: top;
          border-bottom: 1px solid #e4e8ee; }
-th { background: #f3f5f8; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
+th { background: #f3f5f8; } td.number { text-align: right; font-variant-numeric: tabular-nums;
+     white-space: nowrap; } td.text { white-space: pre-wrap; min-width: 15em; max-width: 34em; }
 td code { background: #eef2f7; border-radius: 3px; padding: 0 3px; white-space: pre-wrap; }
 """
 
@@ -37,7 +38,21 @@ class Tokens:
         return [show_token(text) for text in self.texts]
 
 
-Cell = str | int | float | Tokens
+@dataclass(frozen=True)
+class Number:
+    """A table cell with a number that is formatted already."""
+
+    shown: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """A table cell with running text, its line ends kept."""
+
+    shown: str
+
+
+Cell = str | int | float | Tokens | Number | Text
 
 
 def show_token(text: str) -> str:
@@ -75,6 +90,11 @@ class Page:
         buffer = BytesIO()
         figure.savefig(buffer, format="png", dpi=130)
         self.pictures[f"{name}.png"] = buffer.getvalue()
+        self.parts.append(("picture", f"{name}.png", alt))
+
+    def picture_png(self, name: str, png: bytes, alt: str) -> None:
+        """The same for a picture that is drawn already."""
+        self.pictures[f"{name}.png"] = png
         self.parts.append(("picture", f"{name}.png", alt))
 
     def write(self, out: Path, data: dict, markdown: bool = False) -> None:
@@ -142,6 +162,9 @@ def _html_cell(cell: Cell) -> str:
     if isinstance(cell, Tokens):
         inner = " ".join(f"<code>{html.escape(text)}</code>" for text in cell.shown)
         return f"<td>{inner}</td>"
+    if isinstance(cell, (Number, Text)):
+        kind = "number" if isinstance(cell, Number) else "text"
+        return f'<td class="{kind}">{html.escape(cell.shown)}</td>'
     if isinstance(cell, str):
         return f"<td>{html.escape(cell)}</td>"
     return f'<td class="number">{format_number(cell)}</td>'
@@ -151,6 +174,8 @@ def _markdown_cell(cell: Cell) -> str:
     if isinstance(cell, Tokens):
         # A code span: only the backtick and the table's bar mean anything inside.
         return " ".join(f"`{t.replace('`', 'ˋ').replace('|', '¦')}`" for t in cell.shown)
+    if isinstance(cell, (Number, Text)):
+        return _markdown(cell.shown.replace("\n", " "))
     return _markdown(cell if isinstance(cell, str) else format_number(cell))
 
 
