@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 
 from bilinearize.eval.inputs import TEACHER, Setup, tokenizer_hash
+from bilinearize.eval.origin import read_origin
 from bilinearize.eval.processes import team
 from bilinearize.eval.statistics import LEVEL, block_length
 from bilinearize.eval.windows import Reading
@@ -82,6 +83,7 @@ def model_facts(setup: Setup, sources: Mapping[str, str]) -> dict[str, dict]:
             "model_type": model.config.model_type,
             "parameters": model.num_parameters(),
             "weights_sha256": weights_sha256(setup.folders[name]),
+            "origin": read_origin(setup.folders[name]),
         }
         for name, model in setup.models.items()
     }

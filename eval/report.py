@@ -1,8 +1,12 @@
-"""The report of an evaluation, `eval.json`, `eval.md`, `eval.png`: written whole or not at all."""
+"""The report of an evaluation, written whole or not at all.
+
+`eval.json`, `eval.md`, `eval.png`, and `eval.html`, which holds all in one page.
+"""
 
 import json
 from pathlib import Path
 
+from bilinearize.eval.html import format_html
 from bilinearize.eval.plot import draw
 from bilinearize.model import tables
 from bilinearize.model.checkpoint import atomic_folder
@@ -16,13 +20,15 @@ HEADER = ("model", "perplexity", "gap to teacher, nats", "ratio", "KL, nats", "t
 
 
 def write_report(out: Path, result: dict) -> None:
-    """Write the three files into the new folder `out`.
+    """Write the four files into the new folder `out`.
 
     Raises:
         InputError: if `out` exists already.
     """
     with atomic_folder(out) as folder:
         draw(result, folder / "eval.png")
+        page = format_html(result, (folder / "eval.png").read_bytes(), format_protocol(result))
+        (folder / "eval.html").write_text(page, encoding="utf-8")
         (folder / "eval.md").write_text(format_markdown(result), encoding="utf-8")
         text = json.dumps(result, indent=2, allow_nan=False, ensure_ascii=False)
         (folder / "eval.json").write_text(text + "\n", encoding="utf-8")

@@ -29,7 +29,9 @@ from bilinearize.model.text import fingerprint
 
 def test_files(report):
     result, out = report
-    assert sorted(file.name for file in out.iterdir()) == ["eval.json", "eval.md", "eval.png"]
+    assert sorted(file.name for file in out.iterdir()) == [
+        *("eval.html", "eval.json", "eval.md", "eval.png")
+    ]
     assert not out.with_name(out.name + ".partial").exists()
     assert json.loads((out / "eval.json").read_text()) == result
 
