@@ -19,28 +19,42 @@ from bilinearize.model.modeling_bilinear import BilinearMLP
 
 # Coefficients that a slot of each rank has.
 TERMS = {1: 2, 2: 4, 3: 5, 4: 5}
+# The same where an activation stands on the score: its linear function is a constant alone.
+SCORE_TERMS = TERMS | {4: 6}
 SKIP_RANK = 4
 MAX_EXPAND = 3
 
 
 def term_features(gate: torch.Tensor, up: torch.Tensor, terms: int) -> torch.Tensor:
     """The features that go with a slot's first coefficients: (tokens, m) to (tokens, terms * m)."""
-    return torch.cat((gate * up, up, gate * gate, gate, up * up)[:terms], 1)
+    features = [gate * up, up]
+    if terms > 2:
+        features += [gate * gate, gate]
+    if terms > 4:
+        features.append(up * up)
+    if terms > 5:
+        features.append(torch.ones_like(up))
+    return torch.cat(features, 1)
 
 
-def build_block(mlp: Any, coefficients: torch.Tensor, rank: int = 1) -> BilinearMLP:
+def build_block(
+    mlp: Any, coefficients: torch.Tensor, rank: int = 1, activation: str = "identity"
+) -> BilinearMLP:
     """The gated MLP with other scores, its down_proj kept.
 
     Args:
         mlp: has gate_proj, up_proj, down_proj.
-        coefficients: (terms, m) or fewer terms than `TERMS[rank]`; the missing ones are zero. With
+        coefficients: (terms, m) or fewer terms than the rank has; the missing ones are zero. With
             one term, the slope alone, the block has biases only if `mlp` has.
     """
     gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
     biased = len(coefficients) > 1 or gate.bias is not None
-    block = BilinearMLP(gate.in_features, gate.out_features, rank=rank, bias=biased)
+    block = BilinearMLP(
+        gate.in_features, gate.out_features, rank=rank, activation=activation, bias=biased
+    )
     block = block.to(gate.weight.device).requires_grad_(False)
-    a = torch.zeros(TERMS[rank], gate.out_features, dtype=torch.float64, device=gate.weight.device)
+    size = max(SCORE_TERMS.values()), gate.out_features
+    a = torch.zeros(size, dtype=torch.float64, device=gate.weight.device)
     a[: len(coefficients)] = coefficients
     a = a.to(gate.weight.dtype)[:, :, None]
     g, u = _augmented(gate), _augmented(up)
@@ -52,7 +66,7 @@ def build_block(mlp: Any, coefficients: torch.Tensor, rank: int = 1) -> Bilinear
     if rank >= 3:
         pairs.append((a[4] * u, u))
     if rank >= SKIP_RANK:
-        pairs.append((torch.zeros_like(g), one))
+        pairs.append((a[5] * one, one))
     for linear, rows in zip(
         (block.gate_proj, block.up_proj), zip(*pairs, strict=True), strict=True
     ):
@@ -83,8 +97,9 @@ def widen(block: BilinearMLP, mlp: Any, expand: int) -> BilinearMLP:
     g, u = _augmented(mlp.gate_proj), _augmented(mlp.up_proj)
     extra = torch.cat([g, u][: expand - 1])
     rank = block.rank
+    slots = block.down_proj.in_features + len(extra)
     wide = BilinearMLP(
-        mlp.gate_proj.in_features, block.down_proj.in_features + len(extra), rank=rank, bias=True
+        mlp.gate_proj.in_features, slots, rank=rank, activation=block.activation, bias=True
     )
     wide = wide.to(extra.device).requires_grad_(False)
     rows = torch.zeros(len(extra), rank, extra.shape[1], device=extra.device)
@@ -113,6 +128,15 @@ def corrected(block: BilinearMLP, correction: torch.Tensor) -> BilinearMLP:
         q = torch.linalg.lstsq(down.weight.double(), linear.T, driver="gelsd").solution
         block.gate_proj.weight.view(slots, block.rank, -1)[:, -1].add_(q.float())
     return block
+
+
+def value_and_slope(act: Any, score: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`act(score)` and its derivative, of the shape of `score`."""
+    with torch.enable_grad():
+        score = score.detach().requires_grad_()
+        value = act(score)
+        (slope,) = torch.autograd.grad(value.sum(), score)
+    return value.detach(), slope
 
 
 def derivative_at_zero(activation: Any) -> float:

@@ -5,6 +5,8 @@ from pathlib import Path
 DESCRIPTIONS = {
     "refit": "each gate replaced by its best line on calibration text, then `down_proj` solved in "
     "closed form, layer by layer on the converted model's own inputs",
+    "layerwise": "as `refit`, then every weight of each block trained towards its layer's output "
+    "on those inputs",
     "affine": "each gate replaced by its best line on calibration text",
     "taylor": "each gate replaced by its tangent at 0; no data used",
     "gated": "the MLPs kept as they were",

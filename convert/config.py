@@ -8,14 +8,21 @@ from typing import Literal
 class ConvertConfig:
     """How the gated MLPs become bilinear blocks."""
 
-    method: Literal["refit", "affine", "taylor", "gated"] = "refit"
-    """refit: affine gates, then down_proj solved in closed form; affine: the gates' best lines on
-    the calibration text; taylor: the gate's slope at 0, no text needed; gated: the source's MLPs
-    as they are."""
+    method: Literal["refit", "layerwise", "affine", "taylor", "gated"] = "refit"
+    """refit: affine gates, then down_proj solved in closed form; layerwise: refit, then every
+    weight of each block trained by Adam towards its layer's output, no end-to-end gradient; affine:
+    the gates' best lines on the calibration text; taylor: the gate's slope at 0, no text needed;
+    gated: the source's MLPs as they are."""
     rank: int | list[int] = 1
     """Products summed in each slot's score, 1 to 4; a list has one entry for each layer."""
     expand: int = 1
     """Slots for each slot of the source, 1 to 3: a wider bilinear layer."""
+    activation: Literal["identity", "relu", "relu2", "silu", "gelu"] = "identity"
+    """On each slot's score; with identity alone the block is a polynomial."""
+    epochs: int = 3
+    """Passes over the calibration tokens that layerwise trains each block for."""
+    learning_rate: float = 0.01
+    """Of layerwise: Adam's step as a share of each tensor's root mean square."""
     layers: str | None = None
     """Layers to convert, like 0-5,8; the others stay as they are. All by default."""
     text: str | None = None

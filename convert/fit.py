@@ -18,6 +18,23 @@ NO_CORRECTION = float("inf")
 GATE_RIDGE = 1e-3
 
 
+# Gram matrices are symmetric: computed in this many column blocks, only on and above the diagonal.
+GRAM_BLOCKS = 4
+
+
+def add_gram(total: torch.Tensor, rows: torch.Tensor) -> None:
+    """Add `rows.T @ rows` to float64 `total`, the blocks on and above the diagonal alone."""
+    size = -(-rows.shape[1] // GRAM_BLOCKS)
+    for start in range(0, rows.shape[1], size):
+        columns = slice(start, start + size)
+        total[columns, start:] += rows[:, columns].T @ rows[:, start:]
+
+
+def full_gram(total: torch.Tensor) -> torch.Tensor:
+    """The symmetric matrix whose upper triangle is that of `total`."""
+    return total.triu() + total.triu(1).T
+
+
 class AffineSums:
     """Sums for the weighted least squares of `act(g) u` on `(g u, u)`, slot by slot."""
 
@@ -27,9 +44,11 @@ class AffineSums:
     def add(self, gate: torch.Tensor, up: torch.Tensor, target: torch.Tensor, weight: torch.Tensor):
         """Add tokens: gate, up, target = act(g) u (tokens, slots), weight (tokens, 1)."""
         product = gate * up
-        pairs = ((product, product), (product, up), (up, up), (target, product), (target, up))
+        weighted, weighted_up = product * weight, up * weight
+        pairs = ((weighted, product), (weighted, up), (weighted_up, up))
+        pairs += ((weighted, target), (weighted_up, target))
         for row, (left, right) in enumerate(pairs):
-            self.sums[row] += (left * right * weight).double().sum(0)
+            self.sums[row] += (left * right).sum(0)
 
     def solve(self) -> torch.Tensor:
         """Each slot's slope and intercept, float64 (2, slots): `act(g) ~ slope g + intercept`.
@@ -53,32 +72,38 @@ class GateSums:
     Minimises `sum_n w_n |t_n - sum_j (sum_i a_ij f_nij) v_j|^2` over the coefficients a, f_nij the
     slot's features (see `block.term_features`) and v_j the columns of down_proj. That is linear in
     a, and its Gram matrix is that of the features times `v_i . v_j`, entry by entry, so the sums
-    don't depend on down_proj.
+    don't depend on down_proj, and one gathering serves every round.
     """
 
     def __init__(self, slots: int, terms: int, outputs: int, device: torch.device):
-        size = slots * terms
-        self.gram = torch.zeros(size, size, dtype=torch.float64, device=device)
+        self.slots, size = slots, slots * terms
+        self.upper = torch.zeros(size, size, dtype=torch.float64, device=device)
         self.cross = torch.zeros(size, outputs, dtype=torch.float64, device=device)
+        self.mean = torch.zeros(size, 1, dtype=torch.float64, device=device)
 
     def add(self, features, target, weight) -> None:
         """Add tokens: features (tokens, terms * slots), target (tokens, outputs), weight."""
         root = weight.sqrt()
         scaled = features * root
-        self.gram += (scaled.T @ scaled).double()
-        self.cross += (scaled.T @ (target * root)).double()
+        add_gram(self.upper, scaled)
+        self.cross += scaled.T @ (target * root)
+        self.mean += scaled.T @ root
 
-    def solve(self, down: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    def solve(self, down: torch.Tensor, bias: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         """The coefficients, float64 (terms, slots), shrunk a little towards `start`.
 
-        `down` is down_proj's weight (outputs, slots).
+        `down` (outputs, slots) and `bias` (outputs) are down_proj's; `start` may have fewer terms
+        than there are sums for, the first ones.
         """
-        down, terms = down.double(), len(start)
-        gram = self.gram * (down.T @ down).repeat(terms, terms)
-        slack = (self.cross * down.T.repeat(terms, 1)).sum(1) - gram @ start.flatten()
+        down, size = down.double(), start.numel()
+        terms = size // self.slots
+        gram = full_gram(self.upper[:size, :size]) * (down.T @ down).repeat(terms, terms)
+        cross = self.cross[:size] - self.mean[:size] * bias.double()
+        slack = (cross * down.T.repeat(terms, 1)).sum(1) - gram @ start.flatten()
         diagonal = gram.diagonal()
         scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()
-        gram = gram * scale[:, None] * scale
+        gram *= scale[:, None]
+        gram *= scale
         gram.diagonal().add_(GATE_RIDGE)
         step = torch.cholesky_solve((slack * scale)[:, None], torch.linalg.cholesky(gram))[:, 0]
         return start + (step * scale).view_as(start)
@@ -87,12 +112,12 @@ class GateSums:
 class LinearSums:
     """Sums for the ridge regression of a residual on features, a constant among them.
 
-    `gram` is (m + 1, m + 1) and `cross` (m + 1, d), float64; `energy` is the residual's and
-    `target_energy` the target's weighted sum of squares.
+    `gram` is (m + 1, m + 1), `upper` its upper triangle, and `cross` (m + 1, d), float64; `energy`
+    is the residual's and `target_energy` the target's weighted sum of squares.
     """
 
     def __init__(self, slots: int, outputs: int, device: torch.device):
-        self.gram = torch.zeros(slots + 1, slots + 1, dtype=torch.float64, device=device)
+        self.upper = torch.zeros(slots + 1, slots + 1, dtype=torch.float64, device=device)
         self.cross = torch.zeros(slots + 1, outputs, dtype=torch.float64, device=device)
         self.energy = torch.zeros((), dtype=torch.float64, device=device)
         self.target_energy = torch.zeros((), dtype=torch.float64, device=device)
@@ -102,14 +127,18 @@ class LinearSums:
         root = weight.sqrt()
         scaled = torch.cat([features, torch.ones_like(root)], 1) * root
         residual = residual * root
-        self.gram += (scaled.T @ scaled).double()
-        self.cross += (scaled.T @ residual).double()
+        add_gram(self.upper, scaled)
+        self.cross += scaled.T @ residual
         self.energy += residual.double().square().sum()
         self.target_energy += (target * root).double().square().sum()
 
+    @property
+    def gram(self) -> torch.Tensor:
+        return full_gram(self.upper)
+
     def __add__(self, other: "LinearSums") -> "LinearSums":
-        total = LinearSums(len(self.gram) - 1, self.cross.shape[1], self.gram.device)
-        for name in ("gram", "cross", "energy", "target_energy"):
+        total = LinearSums(len(self.upper) - 1, self.cross.shape[1], self.upper.device)
+        for name in ("upper", "cross", "energy", "target_energy"):
             setattr(total, name, getattr(self, name) + getattr(other, name))
         return total
 
@@ -121,12 +150,17 @@ class LinearSums:
         """
         if ridge == NO_CORRECTION:
             return torch.zeros_like(self.cross)
-        diagonal = self.gram.diagonal()
+        gram = self.gram
+        diagonal = gram.diagonal()
         scale = torch.where(diagonal > 0, diagonal, 1.0).rsqrt()
-        scaled = self.gram * scale[:, None] * scale
+        scaled = gram * scale[:, None] * scale
         scaled.diagonal().add_(ridge)
         factor = torch.linalg.cholesky(scaled)
         return torch.cholesky_solve(self.cross * scale[:, None], factor) * scale[:, None]
+
+    def left(self) -> float:
+        """The residual's share of the target's sum of squares: the error without a correction."""
+        return (self.energy / self.target_energy.clamp_min(1e-300)).item()
 
     def error(self, correction: torch.Tensor) -> float:
         """Weighted squared error left by `correction`, relative to the target's sum of squares."""
@@ -175,8 +209,9 @@ def refit(fitted: LinearSums, heldout: LinearSums) -> Refit:
     for step in (1, -1):
         while 0 <= best + step < len(RIDGES) and at(best + step) < at(best):
             best += step
+    at(best)
     nothing = fitted.solve(NO_CORRECTION)
-    without = heldout.error(nothing)
+    without = heldout.left()
     if at(best) >= without:
         error = fitted.error(nothing)
         return Refit(nothing, NO_CORRECTION, without, without, error, (fitted, heldout))

@@ -13,6 +13,8 @@ from bilinearize.convert.block import (
     widen,
 )
 from bilinearize.convert.fit import NO_CORRECTION, Refit, refit
+from bilinearize.convert.layerwise import optimise
+from bilinearize.convert.scores import fit_scores
 from bilinearize.convert.source import Layer
 from bilinearize.convert.stream import Stream
 from bilinearize.model.modeling_bilinear import BilinearMLP
@@ -23,15 +25,28 @@ class LayerConverter:
     """Fits one layer after the other; `stream` holds the calibration states between two layers.
 
     Args:
-        method: "refit", "affine", or "taylor", which needs no stream.
+        method: "refit", "layerwise", "affine", or "taylor", which needs no stream.
         dtype: of the stored weights. Blocks are rounded to it at once, so that the layers above are
             fitted on what will really be loaded.
+        activation: on the slots' scores, "identity" or a key of `ACT2FN`.
+        epochs, learning_rate: of `layerwise.optimise`.
     """
 
-    def __init__(self, method: str, dtype: torch.dtype, stream: Stream | None = None):
+    def __init__(
+        self,
+        method: str,
+        dtype: torch.dtype,
+        stream: Stream | None = None,
+        activation: str = "identity",
+        epochs: int = 3,
+        learning_rate: float = 0.01,
+    ):
         self.method = method
         self.dtype = dtype
         self.stream = stream
+        self.activation = activation
+        self.epochs = epochs
+        self.learning_rate = learning_rate
 
     @torch.no_grad()
     def __call__(self, layer: Layer, rank: int = 1, expand: int = 1) -> tuple[BilinearMLP, dict]:
@@ -59,7 +74,11 @@ class LayerConverter:
 
 
 class _Fit:
-    """One layer's rounds of gates and down_proj in turn; the best by held-out error is kept."""
+    """One layer's steps; after each, the best by held-out error is kept.
+
+    `best` is a block and the correction that belongs on it; `clean` the two put together without
+    the held-out tokens, which is what the next step starts from.
+    """
 
     def __init__(self, converter: LayerConverter, mlp: Any, rank: int, expand: int):
         assert converter.stream is not None
@@ -68,46 +87,83 @@ class _Fit:
         self.record: dict[str, Any] = {}
 
     def run(self, gates: torch.Tensor) -> tuple[BilinearMLP, dict]:
+        gates = self._rounds(gates)
+        if self.converter.method == "affine":
+            return self.best[0], self.record
+        if self.converter.activation != "identity":
+            self._activate(gates)
+        if self.expand > 1:
+            self._widen()
+        if self.converter.method == "layerwise":
+            self._optimise()
+        return self._final(), self.record
+
+    def _rounds(self, gates: torch.Tensor) -> torch.Tensor:
+        """Gates and down_proj in turn; returns the last round's gates, (terms, m)."""
         block = build_block(self.mlp, gates, self.rank)
-        # Two rounds at rank 1, then one a rank, so that no rank fits worse than a lower one.
-        for rank in [1, *range(1, self.rank + 1)]:
-            gates = self.stream.join_gates(self.mlp, block, gates, TERMS[rank])
+        # Two rounds at rank 1, the first a light one, then one a rank: what a lower rank tries is
+        # tried here too, so that no rank fits worse than a lower one.
+        rounds = [1, *range(1, self.rank + 1)]
+        sums = self.stream.gate_sums(self.mlp, TERMS[self.rank])
+        for number, rank in enumerate(rounds):
+            start = gates.new_zeros(TERMS[rank], gates.shape[1])
+            start[: len(gates)] = gates
+            gates = sums.solve(block.down_proj.weight, block.down_proj.bias, start)
             block = build_block(self.mlp, gates, self.rank)
-            skip = rank == SKIP_RANK
-            fitted, heldout = self.stream.down_sums(self.mlp, block, skip)
+            fitted, heldout = self.stream.down_sums(block, rank == SKIP_RANK, light=number == 0)
             if not self.record:
-                self._begin(block, heldout.error(torch.zeros_like(heldout.cross)))
+                self._begin(block, heldout.left())
                 if self.converter.method == "affine":
-                    return block, self.record
+                    break
             solved = refit(fitted, heldout)
             self._keep_better(block, solved)
             # The next round must not see the held-out tokens.
             block = corrected(block, solved.fitted_correction)
-        if self.expand > 1:
-            narrow, kept = self.best, self.record["kept_round"]
-            wide = widen(self.clean, self.mlp, self.expand)
-            self._keep_better(wide, refit(*self.stream.down_sums(self.mlp, wide)))
-            if self.record["kept_round"] == kept:
-                return widen(self._final(*narrow), self.mlp, self.expand), self.record
-        return self._final(*self.best), self.record
+        return gates
 
-    def _final(self, block: BilinearMLP, solved: Refit | None) -> BilinearMLP:
-        """The block with its correction from all tokens, held-out ones included."""
+    def _activate(self, gates: torch.Tensor) -> None:
+        """Start anew with the activation on the scores."""
+        block = fit_scores(self.stream, self.mlp, gates, self.rank, self.converter.activation)
+        identity_error = self.record["heldout_error"]
+        solved = refit(*self.stream.down_sums(block))
+        self._begin(block, solved.uncorrected_error)
+        self.record["identity_error"] = identity_error
+        self._keep_better(block, solved)
+
+    def _widen(self) -> None:
+        wide = widen(self.clean, self.mlp, self.expand)
+        narrow = widen(self._final(), self.mlp, self.expand)
+        if not self._keep_better(wide, refit(*self.stream.down_sums(wide))):
+            self.best, self.clean = (narrow, None), wide
+
+    def _optimise(self) -> None:
+        """Train every weight, then solve down_proj once more."""
+        self.record["closed_form_error"] = self.record["heldout_error"]
+        trained, errors = optimise(
+            self.clean, self.stream, self.converter.epochs, self.converter.learning_rate
+        )
+        self.record["training_errors"] = errors
+        self._keep_better(trained, refit(*self.stream.down_sums(trained)))
+
+    def _final(self) -> BilinearMLP:
+        """The best block with its correction from all tokens, held-out ones included."""
+        block, solved = self.best
         return block if solved is None else corrected(block, solved.correction())
 
     def _begin(self, block: BilinearMLP, error: float) -> None:
-        """`best` is a block and its correction, `clean` the two without the held-out tokens."""
         self.best: tuple[BilinearMLP, Refit | None] = block, None
         self.clean = block
         self.record["affine_error"] = error
         if self.converter.method != "affine":
             self.record |= {"heldout_error": error, "ridges": [], "kept_round": 0}
 
-    def _keep_better(self, block: BilinearMLP, solved: Refit) -> None:
+    def _keep_better(self, block: BilinearMLP, solved: Refit) -> bool:
         self.record["ridges"].append(None if solved.ridge == NO_CORRECTION else solved.ridge)
-        if solved.heldout_error <= self.record["heldout_error"]:
-            self.best = block, solved
-            self.clean = corrected(block, solved.fitted_correction)
-            self.record["heldout_error"] = solved.heldout_error
-            self.record["calibration_error"] = solved.calibration_error
-            self.record["kept_round"] = len(self.record["ridges"])
+        if not solved.heldout_error <= self.record["heldout_error"]:
+            return False
+        self.best = block, solved
+        self.clean = corrected(block, solved.fitted_correction)
+        self.record["heldout_error"] = solved.heldout_error
+        self.record["calibration_error"] = solved.calibration_error
+        self.record["kept_round"] = len(self.record["ridges"])
+        return True

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from bilinearize.convert.block import MAX_EXPAND, TERMS
 from bilinearize.model.errors import InputError
 
+ACTIVATIONS = ("identity", "relu", "relu2", "silu", "gelu")
+# Methods that fit more than the gates.
+FITTING = ("refit", "layerwise")
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -17,7 +21,12 @@ class Plan:
 
 
 def make_plan(
-    count: int, method: str, rank: int | list[int], expand: int, layers: str | None
+    count: int,
+    method: str,
+    rank: int | list[int],
+    expand: int,
+    layers: str | None,
+    activation: str = "identity",
 ) -> list[Plan]:
     """One `Plan` for each of `count` layers.
 
@@ -32,8 +41,13 @@ def make_plan(
             raise InputError(f"--rank is {value}; use 1 to {max(TERMS)}.")
     if not 1 <= expand <= MAX_EXPAND:
         raise InputError(f"--expand is {expand}; use 1 to {MAX_EXPAND}.")
-    if method != "refit" and (set(ranks) != {1} or expand != 1):
-        raise InputError(f"--method {method} has rank 1 and the source's width; use refit.")
+    if activation not in ACTIVATIONS:
+        raise InputError(f"--activation is {activation!r}; use one of {', '.join(ACTIVATIONS)}.")
+    if method not in FITTING and (set(ranks) != {1} or expand != 1 or activation != "identity"):
+        raise InputError(
+            f"--method {method} has rank 1, the source's width and no activation on its scores; "
+            f"use {' or '.join(FITTING)}."
+        )
     if method == "gated":
         return [Plan(kept=True)] * count
     wanted = set(range(count)) if layers is None else parse_layers(layers, count)
@@ -41,6 +55,14 @@ def make_plan(
         Plan(rank=ranks[index], expand=expand) if index in wanted else Plan(kept=True)
         for index in range(count)
     ]
+
+
+def check_training(epochs: int, learning_rate: float) -> None:
+    """Raise InputError for a `layerwise` that would train nothing or diverge by its settings."""
+    if epochs < 1:
+        raise InputError(f"--epochs is {epochs}; use 1 or more.")
+    if not 0 < learning_rate < 1:
+        raise InputError(f"--learning_rate is {learning_rate}; use a share between 0 and 1.")
 
 
 def parse_layers(layers: str, count: int) -> set[int]:

@@ -11,16 +11,16 @@ from tqdm import tqdm
 
 from bilinearize.convert.card import write_card
 from bilinearize.convert.layer import LayerConverter
-from bilinearize.convert.options import Plan, make_plan, parse_size
+from bilinearize.convert.options import Plan, check_training, make_plan, parse_size
 from bilinearize.convert.source import Source
-from bilinearize.convert.stream import Stream
+from bilinearize.convert.stream import Stream, heldout_windows
 from bilinearize.convert.writer import ShardWriter
 from bilinearize.model import checkpoint
 from bilinearize.model.device import choose_device
 from bilinearize.model.errors import InputError
 from bilinearize.model.text import fingerprint, pack_windows, read_documents
 
-FITTED = ("refit", "affine")
+FITTED = ("refit", "layerwise", "affine")
 
 
 def convert(
@@ -30,6 +30,9 @@ def convert(
     method: str = "refit",
     rank: int | list[int] = 1,
     expand: int = 1,
+    activation: str = "identity",
+    epochs: int = 3,
+    learning_rate: float = 0.01,
     layers: str | None = None,
     text: str | None = None,
     text_column: str = "text",
@@ -56,12 +59,14 @@ def convert(
     budget, shard_bytes = parse_size(state_budget), parse_size(max_shard_size)
     place = choose_device(device)
     model = Source(checkpoint.resolve_checkpoint(source, revision))
-    plan = make_plan(model.layers, method, rank, expand, layers)
+    plan = make_plan(model.layers, method, rank, expand, layers, activation)
+    check_training(epochs, learning_rate)
     windows = None
     if method in FITTED:
         windows = read_calibration(model, text, text_column, split, tokens, window, bos)
+        check_tokens(model, plan, method, windows)
     stored_dtype = model.dtype if dtype == "auto" else getattr(torch, dtype)
-    config = converted_config(model, plan, method in FITTED, stored_dtype)
+    config = converted_config(model, plan, activation, method in FITTED, stored_dtype)
     record = {
         "format": 1,
         "source": source,
@@ -84,7 +89,7 @@ def convert(
     with checkpoint.atomic_folder(out) as partial:
         writer = ShardWriter(partial, shard_bytes)
         stream = None if windows is None else Stream(model, windows, place, budget, partial)
-        converter = LayerConverter(method, stored_dtype, stream)
+        converter = LayerConverter(method, stored_dtype, stream, activation, epochs, learning_rate)
         record["layers"] = convert_layers(model, converter, writer, plan, place)
         record["parameters"] = writer.parameters
         writer.finish()
@@ -150,12 +155,30 @@ def read_calibration(
     return windows
 
 
-def converted_config(model: Source, plan: list[Plan], fitted: bool, dtype: torch.dtype):
+def check_tokens(model: Source, plan: list[Plan], method: str, windows: torch.Tensor) -> None:
+    """Raise InputError if down_proj's sums would have fewer tokens than unknowns an output."""
+    if method == "affine":
+        return
+    slots = model.config.intermediate_size * max(layer.expand for layer in plan)
+    fitted = int((~heldout_windows(windows)).sum()) * windows.shape[1]
+    if fitted < slots:
+        needed = -(-slots * windows.numel() // fitted)
+        raise InputError(
+            f"the calibration text gives {windows.numel()} tokens, {fitted} of them to fit on; "
+            f"down_proj has {slots} unknowns for each output, so about {needed} tokens are needed: "
+            "give more text or --tokens, or use --method affine."
+        )
+
+
+def converted_config(
+    model: Source, plan: list[Plan], activation: str, fitted: bool, dtype: torch.dtype
+):
     """The configuration of the converted checkpoint, auto_map included."""
     slots = model.config.intermediate_size
     fields = {
         "bilinear_form": ["gated" if layer.kept else "bilinear" for layer in plan],
         "bilinear_rank": [1 if layer.kept else layer.rank for layer in plan],
+        "bilinear_activation": [activation for _ in plan],
         "bilinear_bias": [model.biased or (fitted and not layer.kept) for layer in plan],
         "bilinear_intermediate_size": [
             slots if layer.kept else slots * layer.expand for layer in plan

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from bilinearize.convert.layer import LayerConverter
 from bilinearize.convert.options import make_plan, parse_size
-from bilinearize.convert.run import read_calibration
+from bilinearize.convert.run import check_tokens, read_calibration
 from bilinearize.convert.source import Source
 from bilinearize.convert.stream import Stream
 from bilinearize.model import checkpoint
@@ -54,7 +54,7 @@ def scan(
     place, budget = choose_device(device), parse_size(state_budget)
     folder = checkpoint.resolve_checkpoint(source, revision)
     model = Source(folder)
-    make_plan(model.layers, "refit", rank, 1, None)
+    plan = make_plan(model.layers, "refit", rank, 1, None)
     if not 0 <= leave < model.layers:
         raise InputError(f"--leave is {leave}; use 0 to {model.layers - 1}.")
     wanted = tokens // window * window + eval_tokens
@@ -65,6 +65,7 @@ def scan(
             f"{text}: {windows.numel()} tokens; --tokens and two windows to evaluate on need "
             f"{(fitted + 2) * window}."
         )
+    check_tokens(model, plan, "refit", windows[:fitted])
     with checkpoint.atomic_folder(out) as partial:
         stream = Stream(model, windows[:fitted], place, budget, partial)
         blocks, errors = fit_alone(model, LayerConverter("refit", torch.float32, stream), rank)

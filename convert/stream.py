@@ -13,17 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from bilinearize.convert.block import term_features
+from bilinearize.convert.block import term_features, value_and_slope
 from bilinearize.convert.fit import AffineSums, GateSums, LinearSums
 from bilinearize.convert.source import Layer, Source
 from bilinearize.convert.trunk import Trunk
 from bilinearize.model.modeling_bilinear import BilinearMLP
 
-# One window in HELDOUT is kept from the fit, to choose the ridge and to report the error.
+# One window in HELDOUT is kept from the fit, to choose the ridge and to report the error; of a
+# long text fewer, some HELDOUT_TOKENS.
 HELDOUT = 4
+HELDOUT_TOKENS = 8192
 TOKENS_PER_BATCH = 4096
-# The joint gate fit has two unknowns a slot and a whole output vector a token: a few tokens do.
-GATE_STRIDE = 4
+# Tokens, for each slot, that the joint gate fit reads (it has a whole output vector a token for two
+# unknowns a slot), and that a round reads whose down_proj only serves the next round's gates.
+GATE_TOKENS = 2
+ROUND_TOKENS = 4
 
 
 class States:
@@ -38,6 +42,12 @@ class States:
                 name = file.name
             self.tensor = torch.from_file(name, shared=True, size=count).view(shape)
             Path(name).unlink()  # the mapping keeps it until this object goes
+
+
+def heldout_windows(windows: torch.Tensor) -> torch.Tensor:
+    """Which windows (windows, window) are kept from the fit: bool (windows), one at least."""
+    every = min(len(windows), max(HELDOUT, windows.numel() // HELDOUT_TOKENS))
+    return torch.arange(len(windows)) % every == every - 1
 
 
 class _Capture(nn.Module):
@@ -70,18 +80,18 @@ class Stream:
         folder: Path,
     ):
         # The held-out windows lie last, so that no batch mixes them with the others.
-        heldout = torch.arange(len(windows)) % HELDOUT == HELDOUT - 1
-        if len(windows) < HELDOUT:
-            heldout[-1] = True
+        heldout = heldout_windows(windows)
         windows = torch.cat([windows[~heldout], windows[heldout]])
         self.fitted_rows = int((~heldout).sum())
         self.device = device
         self.trunk = Trunk(source, windows, device)
         shape = (*windows.shape, source.config.hidden_size)
-        # Three such tensors: teacher, student, and the weight's share is negligible.
-        self.teacher = States(shape, state_budget_bytes // 3, folder).tensor
-        self.student = States(shape, state_budget_bytes // 3, folder).tensor
-        self.inputs = States(shape, state_budget_bytes // 3, folder).tensor
+        # Four such tensors; the weight's share is negligible.
+        budget = state_budget_bytes // 4
+        self.teacher = States(shape, budget, folder).tensor
+        self.student = States(shape, budget, folder).tensor
+        self.inputs = States(shape, budget, folder).tensor
+        self.targets = States(shape, budget, folder).tensor
         for rows, _ in self._batches():
             self.teacher[rows] = self.trunk.embed(rows).cpu()
             self.student[rows] = self.teacher[rows]
@@ -132,52 +142,101 @@ class Stream:
         """Move the student past the attention; returns each slot's slope and intercept, (2, m)."""
         mlp = layer.mlp
         sums = AffineSums(mlp.gate_proj.out_features, self.device)
+        stride = self.stride(ROUND_TOKENS * mlp.gate_proj.out_features)
         for batch in self._until_mlp(layer, self.student):
             self.student[batch.rows] = batch.residual.cpu()
             self.inputs[batch.rows] = batch.mlp_input.cpu()
             gate, up = mlp.gate_proj(batch.mlp_input), mlp.up_proj(batch.mlp_input)
-            weight = self.weight[batch.rows].to(self.device)
-            flat = (part.flatten(0, 1) for part in (gate, up, mlp.act_fn(gate) * up, weight))
-            sums.add(*flat)
+            gated = mlp.act_fn(gate) * up
+            self.targets[batch.rows] = mlp.down_proj(gated).cpu()
+            if not batch.heldout:
+                weight = self.weight[batch.rows].to(self.device)
+                sums.add(*(part[:, ::stride].flatten(0, 1) for part in (gate, up, gated, weight)))
         return sums.solve()
 
-    def join_gates(
-        self, mlp: Any, block: BilinearMLP, start: torch.Tensor, terms: int
-    ) -> torch.Tensor:
-        """All slots' coefficients (terms, m) towards `mlp`, given the down_proj of `block`.
+    def stride(self, tokens: int) -> int:
+        """Every how manieth token to read so that some `tokens` of the fitted ones are."""
+        return max(1, self.fitted_rows * self.teacher.shape[1] // max(1, tokens))
 
-        `start` (terms or fewer, m) is what they are shrunk to.
+    def _rows(self, part: torch.Tensor, rows: slice, stride: int = 1) -> torch.Tensor:
+        """Every `stride`-th token of some windows, (tokens, features), on the device."""
+        return part[rows, ::stride].to(self.device).flatten(0, 1)
+
+    def gate_sums(self, mlp: Any, terms: int, block: BilinearMLP | None = None) -> GateSums:
+        """Sums for fitting all slots' first `terms` coefficients together towards `mlp`.
+
+        With a `block` that has an activation they are for a step of its coefficients instead: the
+        features times the activation's slope, towards what the block lacks.
         """
-        down = block.down_proj
-        padded = start.new_zeros(terms, start.shape[1])
-        padded[: len(start)] = start
+        down = mlp.down_proj
         sums = GateSums(down.in_features, terms, down.out_features, self.device)
+        stride = self.stride(GATE_TOKENS * down.in_features)
         for rows, heldout in self._batches():
             if heldout:
                 continue
-            x = self.inputs[rows, ::GATE_STRIDE].to(self.device).flatten(0, 1)
-            weight = self.weight[rows, ::GATE_STRIDE].to(self.device).flatten(0, 1)
+            parts = (self.inputs, self.targets, self.weight)
+            x, target, weight = (self._rows(part, rows, stride) for part in parts)
             features = term_features(mlp.gate_proj(x), mlp.up_proj(x), terms)
-            sums.add(features, mlp(x) - down.bias, weight)
-        return sums.solve(down.weight, padded)
+            if block is not None:
+                _, slope = value_and_slope(block.act_fn, block.scores(x))
+                features = features * slope.repeat(1, terms)
+                target = target - block(x)
+            sums.add(features, target, weight)
+        return sums
+
+    def error(self, block: nn.Module) -> float:
+        """The block's weighted squared error on held-out tokens, a share of the target's."""
+        left = energy = 0.0
+        for rows, heldout in self._batches():
+            if heldout:
+                parts = (self.inputs, self.targets, self.weight)
+                x, target, weight = (self._rows(part, rows) for part in parts)
+                left += ((block(x) - target).square() * weight).double().sum().item()
+                energy += (target.square() * weight).double().sum().item()
+        return left / max(energy, 1e-300)
 
     def down_sums(
-        self, mlp: Any, block: BilinearMLP, skip: bool = False
+        self, block: BilinearMLP, skip: bool = False, light: bool = False
     ) -> tuple[LinearSums, LinearSums]:
-        """Sums for correcting `block.down_proj` towards `mlp`: of the fitted and held-out tokens.
+        """Sums for correcting `block.down_proj` towards the MLP: of fitted and of held-out tokens.
 
-        With `skip` a linear map of the input is fitted along with it; see `block.corrected`.
+        With `skip` a linear map of the input is fitted along with it; see `block.corrected`. A
+        `light` round reads fewer of the fitted tokens.
         """
         down = block.down_proj
         features = down.in_features + (block.gate_proj.in_features if skip else 0)
         sums = [LinearSums(features, down.out_features, self.device) for _ in range(2)]
+        fewer = self.stride(ROUND_TOKENS * features) if light else 1
         for rows, heldout in self._batches():
-            x = self.inputs[rows].to(self.device).flatten(0, 1)
-            found, target = block.features(x), mlp(x)
+            stride = 1 if heldout else fewer
+            parts = (self.inputs, self.targets, self.weight)
+            x, target, weight = (self._rows(part, rows, stride) for part in parts)
+            found = block.features(x)
             residual = target - down(found)
-            weight = self.weight[rows].to(self.device).flatten(0, 1)
             sums[heldout].add(torch.cat([found, x], 1) if skip else found, residual, target, weight)
         return sums[False], sums[True]
+
+    def steps(self, tokens: int) -> int:
+        """How many batches `shuffled` gives."""
+        return max(1, self.fitted_rows * self.teacher.shape[1] // tokens)
+
+    def shuffled(self, tokens: int, seed: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Batches of `tokens` fitted tokens in random order: input, target, weight."""
+        flat = [part.flatten(0, 1) for part in (self.inputs, self.targets, self.weight)]
+        count = self.fitted_rows * self.teacher.shape[1]
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        for step in range(self.steps(tokens)):
+            picked = order[step * tokens : (step + 1) * tokens]
+            yield tuple(part[picked].to(self.device) for part in flat)
+
+    def energy(self) -> float:
+        """The fitted tokens' mean weighted square of the targets (a token's sum over outputs)."""
+        total = 0.0
+        for rows, heldout in self._batches():
+            if not heldout:
+                energy = self.targets[rows].square().sum(-1, keepdim=True) * self.weight[rows]
+                total += energy.double().sum().item()
+        return max(total, 1e-300) / (self.fitted_rows * self.teacher.shape[1])
 
     def pass_student(self, layer: Layer) -> None:
         """Move the student's states past a layer that is left as it is."""

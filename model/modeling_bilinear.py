@@ -185,19 +185,22 @@ class BilinearMLP(nn.Module):
         check_block(hidden_size, intermediate_size, form, rank, activation, bias)
         self.form = form
         self.rank = rank
+        self.activation = activation
         self.act_fn = ACT2FN["linear" if activation == "identity" else activation]
         self.gate_proj = nn.Linear(hidden_size, intermediate_size * rank, bias=bias)
         self.up_proj = nn.Linear(hidden_size, intermediate_size * rank, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
-    def features(self, x: torch.Tensor) -> torch.Tensor:
-        """What `down_proj` reads: (..., hidden_size) to (..., intermediate_size)."""
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        """Each slot's score, before sigma: (..., hidden_size) to (..., intermediate_size)."""
         if self.form == "gated":
             return self.act_fn(self.gate_proj(x)) * self.up_proj(x)
         score = self.gate_proj(x) * self.up_proj(x)
-        if self.rank > 1:
-            score = score.unflatten(-1, (-1, self.rank)).sum(-1)
-        return self.act_fn(score)
+        return score.unflatten(-1, (-1, self.rank)).sum(-1) if self.rank > 1 else score
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        """What `down_proj` reads: (..., hidden_size) to (..., intermediate_size)."""
+        return self.scores(x) if self.form == "gated" else self.act_fn(self.scores(x))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.features(x))

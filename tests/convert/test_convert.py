@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from bilinearize import InputError
 from bilinearize.convert.fit import GATE_RIDGE
 from bilinearize.convert.run import convert
-from bilinearize.convert.stream import GATE_STRIDE, HELDOUT
+from bilinearize.convert.stream import GATE_TOKENS, HELDOUT, ROUND_TOKENS
 from bilinearize.model.checkpoint import load_causal_lm
 from bilinearize.model.text import pack_windows, read_documents
 
@@ -90,6 +90,8 @@ def reference_refit(folder, text, ridges):
     teacher = model.model.embed_tokens(windows)
     student = teacher.clone()
     rotary = model.model.rotary_emb(teacher, torch.arange(WINDOW)[None])
+    count, slots = int(fitted.sum()) * WINDOW, 64
+    few, fewer = count // (ROUND_TOKENS * slots), count // (GATE_TOKENS * slots)
     found = []
     for layer, rounds in zip(model.model.layers, ridges, strict=True):
         mlp = layer.mlp
@@ -109,21 +111,21 @@ def reference_refit(folder, text, ridges):
         x = layer.post_attention_layernorm(student)
         g, u = mlp.gate_proj(x), mlp.up_proj(x)
         exact = torch.nn.functional.silu(g) * u
-        flat = [part.flatten(0, 1) for part in (g, u, exact, root)]
-        gates = reference_gates(*flat)
-        subset = [part[fitted, ::GATE_STRIDE].flatten(0, 1) for part in (g, u, mlp(x), root)]
+        some = [part[fitted, ::few].flatten(0, 1) for part in (g, u, exact, root)]
+        gates = reference_gates(*some)
+        subset = [part[fitted, ::fewer].flatten(0, 1) for part in (g, u, mlp(x), root)]
         new_down, bias = down, torch.zeros(len(down)).double()
         for number, ridge in enumerate(rounds, 1):
-            which = torch.ones_like(fitted) if number == len(rounds) else fitted
+            last = number == len(rounds)
+            which, stride = (torch.ones_like(fitted), 1) if last else (fitted, few)
             gates = reference_joint_gates(
                 subset[0], subset[1], subset[2] - bias, subset[3], new_down, gates
             )
             features = (gates[0] * g + gates[1]) * u
             ones = torch.cat([features, torch.ones_like(root)], -1) * root
             residual = (exact - features) @ down.T * root
-            correction = ridge_lstsq(
-                ones[which].flatten(0, 1), residual[which].flatten(0, 1), ridge
-            )
+            used = [part[which, ::stride].flatten(0, 1) for part in (ones, residual)]
+            correction = ridge_lstsq(*used, ridge)
             new_down, bias = down + correction[:-1].T, correction[-1]
         student = student + features @ new_down.T + bias
         found.append((*gates, new_down, bias))

@@ -64,12 +64,13 @@ def test_joint_gates_are_least_squares_towards_the_output():
     start = torch.tensor([[0.5], [0.0]], dtype=torch.float64).repeat(1, 5)
     sums = GateSums(5, 2, 3, CPU)
     sums.add(term_features(gate, up, 2), output, weight)
-    found = sums.solve(down, start)
+    bias = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64)
+    found = sums.solve(down, bias, start)
     # The same as one design matrix: a row for each token and output, a column for each unknown.
     features = torch.cat([gate * up, up], 1)
     columns = down.repeat(1, 2)
     design = (features[:, None, :] * columns * weight.sqrt()[:, :, None]).flatten(0, 1)
-    wanted = (output * weight.sqrt()).flatten() - design @ start.flatten()
+    wanted = ((output - bias) * weight.sqrt()).flatten() - design @ start.flatten()
     scale = design.square().sum(0).sqrt()
     padded = torch.cat([design / scale, GATE_RIDGE**0.5 * torch.eye(10).double()])
     step = (

@@ -41,8 +41,8 @@ def test_cost_is_that_of_the_model_with_one_layer_converted(
         out = tmp_path / str(layer)
         convert(str(pico_llama), out, text=str(text_file), layers=str(layer), **OPTIONS)
         cost = mean_loss(out, windows) - base
-        assert result["layers"][layer]["cost"] == pytest.approx(cost, abs=1e-4)
-        assert abs(cost) > 1e-3
+        assert result["layers"][layer]["cost"] == pytest.approx(cost, abs=5e-5)
+        assert abs(cost) > 3e-4
 
 
 def test_report_is_whole(scanned):
