@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from bilinearize.convert.card import write_card
 from bilinearize.convert.layer import LayerConverter
 from bilinearize.convert.options import Plan, check_training, make_plan, parse_size
 from bilinearize.convert.source import Source
 from bilinearize.convert.stream import Stream, heldout_windows
 from bilinearize.convert.writer import ShardWriter
 from bilinearize.model import checkpoint
+from bilinearize.model.card import read_license, write_card
 from bilinearize.model.device import choose_device
 from bilinearize.model.errors import InputError
 from bilinearize.model.text import fingerprint, pack_windows, read_documents
@@ -71,6 +71,7 @@ def convert(
         "format": 1,
         "source": source,
         "revision": revision or snapshot_commit(model.folder),
+        "license": read_license(model.folder),
         "source_model_type": model.config.model_type,
         "method": method,
         "form": config.bilinear_form,
@@ -98,7 +99,7 @@ def convert(
         record["seconds"] = round(time.monotonic() - started, 1)
         record["versions"] = versions()
         (partial / "bilinearize.json").write_text(json.dumps(record, indent=2) + "\n")
-        write_card(partial / "README.md", record)
+        write_card(partial)
         config.to_json_file(partial / "config.json", use_diff=False)
     return record
 

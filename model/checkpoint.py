@@ -58,7 +58,7 @@ def resolve_checkpoint(source: str, revision: str | None = None) -> Path:
         return path
     if path.is_file() or source.endswith(".gguf") or source.count("/") > 1 or source[:1] in "./~":
         raise InputError(f"{source}: no such checkpoint folder or .gguf file.")
-    patterns = ["*.safetensors", "*.json", *CARRIED]
+    patterns = ["*.safetensors", "*.json", "README.md", *CARRIED]
     try:
         return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

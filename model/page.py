@@ -21,8 +21,9 @@ p { margin: 6px 0; max-width: 80ch; } img { max-width: 100%; height: auto; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; margin: 8px 0; font-size: 13px; }
 th, td { padding: 3px 10px; text-align: left; vertical-align: top;
          border-bottom: 1px solid #e4e8ee; }
-th { background: #f3f5f8; white-space: nowrap; } td.number { text-align: right; font-variant-numeric: tabular-nums;
-     white-space: nowrap; } td.text { white-space: pre-wrap; min-width: 15em; max-width: 34em; }
+th { background: #f3f5f8; white-space: nowrap; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.text { white-space: pre-wrap; min-width: 15em; max-width: 34em; }
 td code { background: #eef2f7; border-radius: 3px; padding: 0 3px; white-space: pre-wrap; }
 """
 
