@@ -1,22 +1,32 @@
-"""What happens beside training: the progress bar, the log file, the homotopy's t."""
+"""What happens beside training: progress bar, log file, the homotopy's t, SIGTERM."""
 
 import json
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import ProgressCallback, TrainerCallback
 
 from bilinearize.finetune.riding import Homotopy
 
 
 class LossBar(ProgressCallback):
-    """Trainer's progress bar, with the newest loss behind it instead of a line per entry."""
+    """Trainer's progress bar, with the newest figures behind it instead of a line per entry.
+
+    `gap` is that of the training tokens, `heldout_gap` that of the held-out ones.
+    """
+
+    SHOWN = ("loss", "kl", "hidden", "gap", "heldout_gap", "t")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if state.is_world_process_zero and self.training_bar is not None and "loss" in logs:
-            shown = {k: f"{logs[k]:.4f}" for k in ("loss", "kl", "gap", "t") if k in logs}
-            self.training_bar.set_postfix(shown)
+        if state.is_world_process_zero and self.training_bar is not None:
+            self.newest = getattr(self, "newest", {}) | {
+                name: f"{logs[name]:.4f}" for name in self.SHOWN if name in logs
+            }
+            self.training_bar.set_postfix(self.newest)
 
 
 class HistoryFile(TrainerCallback):
@@ -40,7 +50,7 @@ class HistoryFile(TrainerCallback):
         control.should_log = control.should_log or control.should_save
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" not in logs:
+        if "loss" not in logs and "heldout_loss" not in logs:
             return
         state.log_history[-1]["seconds"] = time.monotonic() - self.begun
         if self.file is not None and state.is_world_process_zero:
@@ -56,3 +66,32 @@ class HomotopySchedule(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.homotopy.set(self.homotopy.at(state.global_step, state.max_steps))
+
+
+class SavesOnSignal(TrainerCallback):
+    """On SIGTERM, as a batch system sends it: the step in progress is finished and saved, and
+    training ends."""
+
+    def __init__(self, accelerator: Any):
+        self.accelerator = accelerator
+        self.caught = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.caught = False
+        self.main = threading.current_thread() is threading.main_thread()
+        if self.main:
+            self.before = signal.signal(signal.SIGTERM, self._catch)
+
+    def _catch(self, number: int, frame: Any) -> None:
+        self.caught = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.accelerator.num_processes > 1:  # all stop at the same step
+            flag = torch.tensor(float(self.caught), device=self.accelerator.device)
+            self.caught = bool(self.accelerator.reduce(flag, "sum").item() > 0)
+        if self.caught:
+            control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.main:
+            signal.signal(signal.SIGTERM, self.before)

@@ -47,8 +47,9 @@ class FinetuneConfig:
         InputError: for a value out of range, naming the flag and the remedy.
     """
 
-    text: str
-    """Training text: a .txt, .jsonl or .parquet file, or the name of a `datasets` dataset."""
+    text: dict[str, float] | str
+    """Training text: a .txt, .jsonl or .parquet file, or the name of a `datasets` dataset; or a
+    mixture of such, each with its weight: `{a.jsonl: 0.7, b.txt: 0.3}`."""
     text_column: str = "text"
     """The field that holds the text, for all but .txt."""
     split: str = "train"
@@ -58,7 +59,20 @@ class FinetuneConfig:
     tokens: int = 100_000
     """Training tokens in all, rounded down to whole steps; a shorter text is passed over again."""
     bos: Literal["auto", "always", "never"] = "auto"
-    """Whether each window starts with BOS; auto does what the tokenizer does."""
+    """Whether each window (with a document mask, each document) starts with BOS; auto does what the
+    tokenizer does."""
+    document_mask: bool = False
+    """Keep attention within each document, and count no token that begins one."""
+    heldout: float = 0.0
+    """Share of the documents, chosen by their hash, that is held out of training and watched."""
+    heldout_text: str | None = None
+    """Watch this text instead: a file or `datasets` name as `text`."""
+    heldout_tokens: int = 8192
+    """Tokens of held-out text to watch, at most."""
+    eval_every: int = 50
+    """Steps between two looks at the held-out text."""
+    keep_best: bool = True
+    """With held-out text: end with the weights that had the least loss on it, not the last ones."""
     stages: list[Stage] = field(default_factory=list)
     """Stages one after the other, each with its own `tokens` and what else it sets otherwise:
     `[{loss: hidden, tokens: 20000}, {loss: logits, tokens: 80000}]`. Empty is one stage."""
@@ -119,6 +133,8 @@ class FinetuneConfig:
     """How many of the newest checkpoints stay on disk while training."""
     log_every: int = 5
     """Steps between two log entries."""
+    report_to: list[str] = field(default_factory=list)
+    """Trackers that transformers' Trainer knows, such as tensorboard, trackio or wandb."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more time."""
     bf16: bool = False
@@ -131,7 +147,7 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         for name in ("tokens", "batch_size", "accumulation", "save_every", "keep_checkpoints"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
-        for name in ("log_every", "kl_chunk", "lora_rank"):
+        for name in ("log_every", "kl_chunk", "lora_rank", "eval_every"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
         for name in ("kl_weight", "cross_entropy_weight", "hidden_weight", "weight_decay"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "use 0 or more")
@@ -139,6 +155,13 @@ class FinetuneConfig:
         for name in ("temperature", "learning_rate"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "use more than 0")
         _require(self.window >= 2, "window", self.window, "use 2 or more tokens")
+        _require(0 <= self.heldout < 1, "heldout", self.heldout, "use a share from 0 to below 1")
+        if self.watches():
+            enough = self.heldout_tokens >= self.window
+            _require(enough, "heldout_tokens", self.heldout_tokens, "use at least one --window")
+        weights = self.text.values() if isinstance(self.text, dict) else [1.0]
+        positive = bool(weights) and all(weight > 0 for weight in weights)
+        _require(positive, "text", self.text, "give each text a weight above 0")
         _require(0 <= self.warmup < 1, "warmup", self.warmup, "use a share from 0 to below 1")
         share = self.homotopy_share
         _require(0 < share <= 1, "homotopy_share", share, "use a share above 0, at most 1")
@@ -164,6 +187,10 @@ class FinetuneConfig:
                 "--kl_weight and --cross_entropy_weight are both 0; give one a weight."
             )
         self.stage_list()
+
+    def watches(self) -> bool:
+        """Whether there is held-out text."""
+        return self.heldout > 0 or self.heldout_text is not None
 
     def weights(self) -> tuple[float, float, float]:
         """What the loss weighs: KL, cross-entropy, and the layers' mean error."""

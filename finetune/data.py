@@ -1,63 +1,106 @@
-"""Training windows: packed once, saved, and laid out as one exact sequence for the whole run."""
+"""Training windows laid out as one exact sequence for the whole run, and hashes of what is read."""
 
 import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch.utils.data import Dataset
 
-from bilinearize.model.checkpoint import load_tokenizer
+from bilinearize.finetune.packing import DESCRIPTION, load_rows
 from bilinearize.model.errors import InputError
-from bilinearize.model.text import fingerprint, pack_windows, read_documents
 
-WINDOWS = "windows.safetensors"
+IGNORE = -100
 
 
-class TrainingWindows(Dataset):
-    """Windows in training order, every pass over the text shuffled anew.
+class Windows(Dataset):
+    """Packed windows as a model takes them.
 
-    The whole run is one epoch of this sequence, so that position `i` is the same window however
-    often the run was interrupted, and however a step is cut into micro-batches and processes.
+    With a document mask, positions begin anew in each document (transformers then lets no token
+    attend to another document), and no label is the first token of a document.
     """
 
-    def __init__(self, windows: torch.Tensor, count: int, seed: int, start: int = 0):
-        """`windows` is int64 (m, window); the whole sequence has `count` items, and this part of it
-        begins at `start`."""
-        generator = torch.Generator().manual_seed(seed)
-        passes = -(-count // len(windows))
-        orders = [torch.randperm(len(windows), generator=generator) for _ in range(passes)]
-        self.windows = windows
-        self.order = torch.cat(orders)[start:count]
+    def __init__(self, rows: list[np.ndarray], order: np.ndarray, separator: int | None = None):
+        """`rows` are int32 (m_i, window); `order` is int64 (n, 2): source and row of each item;
+        `separator` is the EOS token, if documents are to be masked."""
+        self.rows, self.order, self.separator = rows, order, separator
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = self.windows[self.order[index]]
-        return {"input_ids": row, "labels": row}
+        source, row = self.order[index]
+        ids = torch.from_numpy(self.rows[source][row].astype(np.int64))
+        item = {"input_ids": ids, "labels": ids}
+        if self.separator is not None:
+            begins = torch.cat([torch.tensor([True]), ids[:-1] == self.separator])
+            places = torch.arange(len(ids))
+            item["labels"] = torch.where(begins, IGNORE, ids)
+            item["position_ids"] = places - torch.where(begins, places, 0).cummax(0).values
+        return item
 
 
-def pack_text(
-    student: Path, text: str, column: str, split: str, window: int, tokens: int, bos: str
-) -> torch.Tensor:
-    """The text as int64 (windows, window), at most `tokens` tokens, by the student's tokenizer.
+def training_order(
+    sizes: list[int], shares: list[float], count: int, seed: int, start: int = 0
+) -> np.ndarray:
+    """The items `start` to `count` of the run's sequence: int64 (count - start, 2), source and row.
 
-    Raises:
-        InputError: if there is no such text, or less of it than one window.
+    Sources alternate so that every stretch has them by their shares; each source's rows are passed
+    over again and again, every pass shuffled anew. The whole run is one epoch of this sequence, so
+    that a position is the same window however often the run was interrupted, and however a step is
+    cut into micro-batches and processes. A longer run begins with a shorter one.
     """
-    documents = read_documents(text, column, split)
-    return pack_windows(documents, load_tokenizer(student), window, tokens, bos, name=text)
+    orders, times = [], []
+    for source, (size, share) in enumerate(zip(sizes, shares, strict=True)):
+        wanted = min(count, int(share * count) + 2)
+        generator = torch.Generator().manual_seed(seed + source)
+        passes = [torch.randperm(size, generator=generator) for _ in range(-(-wanted // size))]
+        rows = torch.cat(passes)[:wanted].numpy()
+        orders.append(np.stack([np.full(wanted, source), rows], 1))
+        times.append((np.arange(wanted) + 0.5) / share)
+    merged = np.argsort(np.concatenate(times), kind="stable")
+    return np.concatenate(orders)[merged][start:count]
 
 
-def save_windows(folder: Path, windows: torch.Tensor) -> None:
-    """Write the windows and their fingerprint into `folder`."""
-    save_file({"windows": windows}, folder / WINDOWS, {"sha256": fingerprint(windows)})
+def training_windows(folder: Path, count: int, seed: int, start: int = 0) -> Windows:
+    """The part from `start` to `count` of the sequence over the text packed in `folder`."""
+    description = json.loads((folder / DESCRIPTION).read_text())
+    sources = description["sources"]
+    window = description["window"]
+    rows = [load_rows(folder, f"training-{n}", window) for n in range(len(sources))]
+    shares = [source["share"] for source in sources]
+    order = training_order([len(r) for r in rows], shares, count, seed, start)
+    return Windows(rows, order, _separator(description))
 
 
-def load_windows(folder: Path) -> torch.Tensor:
-    """Read what `save_windows` wrote: int64 (windows, window)."""
-    return load_file(folder / WINDOWS)["windows"]
+def heldout_windows(folder: Path) -> Windows | None:
+    """All held-out windows in their order, if any are."""
+    description = json.loads((folder / DESCRIPTION).read_text())
+    if "heldout" not in description:
+        return None
+    rows = load_rows(folder, "heldout", description["window"])
+    order = np.stack([np.zeros(len(rows), dtype=np.int64), np.arange(len(rows))], 1)
+    return Windows([rows], order, _separator(description))
+
+
+def _separator(description: dict[str, Any]) -> int | None:
+    return description["eos"] if description["document_mask"] else None
+
+
+def shares_of(text: str | dict[str, float]) -> dict[str, float]:
+    """Each source's share of the tokens; one source has all."""
+    weights = {text: 1.0} if isinstance(text, str) else text
+    return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+
+
+def data_sha256(folder: Path) -> str:
+    """The fingerprint of the training windows: one source's own, or that of all together."""
+    sources = json.loads((folder / DESCRIPTION).read_text())["sources"]
+    if len(sources) == 1:
+        return sources[0]["sha256"]
+    return hashlib.sha256("".join(source["sha256"] for source in sources).encode()).hexdigest()
 
 
 def steps_in(tokens: int, window: int, windows_per_step: int) -> int:
@@ -86,10 +129,12 @@ def file_sha256(*files: Path) -> str:
     return digest.hexdigest()
 
 
-def text_sha256(text: str) -> str | None:
-    """The hash of a local text file, or None for a `datasets` name."""
-    path = Path(text).expanduser()
-    return file_sha256(path) if path.is_file() else None
+def text_sha256(text: str | dict[str, float] | None) -> str | list[str | None] | None:
+    """The hash of a local text file, or None for a `datasets` name; of each in a mixture."""
+    if isinstance(text, dict):
+        return [file_sha256(Path(n).expanduser()) if Path(n).is_file() else None for n in text]
+    path = Path(text).expanduser() if text else None
+    return file_sha256(path) if path is not None and path.is_file() else None
 
 
 def checkpoint_sha256(folder: Path) -> str:

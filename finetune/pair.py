@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
+from bilinearize.finetune.data import IGNORE
 from bilinearize.finetune.losses import LossWeights, layer_errors, loss_sums
 from bilinearize.finetune.riding import Homotopy
 from bilinearize.finetune.teacher import (
@@ -19,7 +20,6 @@ from bilinearize.finetune.teacher import (
     last_hidden,
 )
 
-IGNORE = -100
 PARTS = ("kl", "cross_entropy", "teacher_cross_entropy", "hidden")
 
 
@@ -87,13 +87,17 @@ class StudentWithTeacher(nn.Module):
         parts = torch.cat([parts, errors.detach()[None]])
         return {"loss": loss, "parts": parts, "count": counts.sum()}
 
-    def describe(self, sums: list[float], count: float) -> dict[str, float]:
-        """What a log entry says of the sums of `parts` over `count` tokens, in nats per token."""
-        kl, ours, theirs, hidden = (value / max(count, 1.0) for value in sums)
-        entry = {}
-        if self.weights.kl or self.weights.cross_entropy:
+    def describe(self, sums: list[float], count: float, held_out: bool = False) -> dict[str, float]:
+        """What a log entry says of sums over `count` tokens, in nats per token.
+
+        Args:
+            sums: of `PARTS`; of the loss and `PARTS` if `held_out`, where all are known.
+        """
+        *loss, kl, ours, theirs, hidden = (value / max(count, 1.0) for value in sums)
+        entry = {"loss": loss[0]} if held_out else {}
+        if held_out or self.weights.kl or self.weights.cross_entropy:
             entry["cross_entropy"] = ours
-            if self.weights.need_teacher:
+            if self.teacher is not None and (held_out or self.weights.need_teacher):
                 entry |= {"kl": kl, "gap": ours - theirs}
         if self.weights.hidden:
             entry["hidden"] = hidden

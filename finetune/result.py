@@ -10,9 +10,9 @@ import torch
 from safetensors import safe_open
 from transformers.modeling_utils import PreTrainedModel
 
-from bilinearize.finetune.data import WINDOWS
+from bilinearize.finetune.data import data_sha256
 from bilinearize.finetune.trainer import RecoveryTrainer
-from bilinearize.finetune.work import HISTORY, RESULT, SETTINGS, stage_folder
+from bilinearize.finetune.work import DATA, HISTORY, RESULT, SETTINGS, stage_folder
 from bilinearize.model.checkpoint import atomic_folder, carry_files, list_tensors
 from bilinearize.model.families import CONVERTED_TYPES
 
@@ -80,7 +80,8 @@ def stage_record(trainer: RecoveryTrainer) -> dict[str, Any]:
     windows: Any = trainer.train_dataset
     tokens = len(windows) * len(windows[0]["input_ids"])
     teacher = trainer.pair.teacher
-    return {
+    watched = [entry for entry in trainer.state.log_history if "heldout_loss" in entry]
+    record = {
         "steps": trainer.state.global_step,
         "tokens": tokens,
         "seconds": round(history[-1]["seconds"], 3),
@@ -89,19 +90,23 @@ def stage_record(trainer: RecoveryTrainer) -> dict[str, Any]:
         "first": {name: history[0][name] for name in LOSSES if name in history[0]},
         "last": {name: history[-1][name] for name in LOSSES if name in history[-1]},
     }
+    if watched:
+        record["heldout_first"], record["heldout_last"] = watched[0], watched[-1]
+    if trainer.state.best_metric is not None:
+        best = (e for e in watched if e["heldout_loss"] == trainer.state.best_metric)
+        record["heldout_best"] = next(best)
+    return record
 
 
 def _record(stages: list[dict[str, Any]], work: Path, dtype: torch.dtype) -> dict[str, Any]:
     totals = {name: sum(stage[name] for stage in stages) for name in ("steps", "tokens", "seconds")}
-    with safe_open(work / WINDOWS, framework="pt") as file:
-        sha256 = file.metadata()["sha256"]
     return {
         "settings": json.loads((work / SETTINGS).read_text()),
         **stages[-1],
         **totals,
         "tokens_per_second": round(totals["tokens"] / totals["seconds"], 1),
         "stages": stages,
-        "data_sha256": sha256,
+        "data_sha256": data_sha256(work / DATA),
         "dtype": str(dtype).removeprefix("torch."),
         "versions": {
             name: version(name)

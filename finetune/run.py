@@ -6,20 +6,23 @@ Runs in one process, or in each process of `accelerate launch` or `torchrun`.
 """
 
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from transformers import TrainingArguments
 
 from bilinearize.finetune import data, work
+from bilinearize.finetune.arguments import training_arguments
 from bilinearize.finetune.config import FinetuneConfig
+from bilinearize.finetune.packing import pack_all
 from bilinearize.finetune.pair import StudentWithTeacher
 from bilinearize.finetune.result import write_result, write_stage
 from bilinearize.finetune.stage import build_stage, finished_model
-from bilinearize.finetune.trainer import RecoveryTrainer, training_arguments
+from bilinearize.finetune.trainer import RecoveryTrainer
 from bilinearize.model.checkpoint import (
     check_new,
     list_tensors,
@@ -81,11 +84,10 @@ def finetune(student: str, teacher: str, out: Path, **settings: Any) -> Path:
         processes.wait_for_everyone()
         heading = f"Stage {number + 1} of {len(stages)}. " if len(stages) > 1 else ""
         processes.print(heading + described)
-        windows = data.load_windows(folder)
-        part = data.TrainingWindows(windows, done + counts[number], config.seed, done)
-        trainer = _train(stage, pair, arguments[number], part, processes)
+        trainer = _train(stage, pair, arguments[number], (done, counts[number]), processes)
+        tensors = trainer.best_tensors()
         if processes.is_main_process:
-            model = finished_model(stage, source, trainer.trained_tensors())
+            model = finished_model(stage, source, tensors)
             if number + 1 < len(stages):
                 write_stage(model, trainer, source, work.stage_folder(folder, number))
                 shutil.rmtree(str(arguments[number].output_dir))
@@ -102,18 +104,37 @@ def _train(
     stage: FinetuneConfig,
     pair: StudentWithTeacher,
     arguments: TrainingArguments,
-    windows: data.TrainingWindows,
+    span: tuple[int, int],
     processes: PartialState,
 ) -> RecoveryTrainer:
-    """Train a stage to its end, from its last checkpoint if there is one."""
+    """Train a stage to its end, from its last checkpoint if there is one.
+
+    Args:
+        span: how many windows were trained on in the stages before, and how many are in this one.
+
+    Raises:
+        SystemExit: with status 143, after SIGTERM and a checkpoint.
+    """
     folder = Path(str(arguments.output_dir)).parent
+    packed = folder.parent / work.DATA
     trainer = RecoveryTrainer(
-        pair, arguments, windows, stage.keep_checkpoints, folder / work.HISTORY, stage.rates
+        pair,
+        arguments,
+        data.training_windows(packed, sum(span), stage.seed, span[0]),
+        eval_dataset=data.heldout_windows(packed),
+        keep_checkpoints=stage.keep_checkpoints,
+        history=folder / work.HISTORY,
+        rates=stage.rates,
+        tokens_before=span[0] * stage.window,
+        keep_best=stage.keep_best,
     )
     last = work.last_checkpoint(folder)
     if last is not None:
         processes.print(f"Going on from {last}")
     trainer.train(resume_from_checkpoint=last)
+    if trainer.state.global_step < trainer.state.max_steps:
+        processes.print(f"Stopped at step {trainer.state.global_step}; the same command goes on.")
+        raise SystemExit(143)
     trainer.check_weights()
     if pair.homotopy is not None and pair.homotopy.t != 1:
         raise RuntimeError(f"the homotopy ended at t = {pair.homotopy.t}")
@@ -121,6 +142,7 @@ def _train(
 
 
 def _arguments(config: FinetuneConfig, output: Path) -> TrainingArguments:
+    kl, cross_entropy, _ = config.weights()
     return training_arguments(
         output,
         config.learning_rate,
@@ -134,6 +156,9 @@ def _arguments(config: FinetuneConfig, output: Path) -> TrainingArguments:
         config.log_every,
         config.bf16,
         config.seed,
+        eval_every=config.eval_every if config.watches() else 0,
+        unused_parameters=kl == cross_entropy == 0,  # the head, and what follows the last layer
+        report_to=config.report_to,
     )
 
 
@@ -170,7 +195,7 @@ def _prepare(
     teacher: Path,
     folder: Path,
     processes: PartialState,
-) -> tuple[dict[str, Any], torch.Tensor] | None:
+) -> tuple[dict[str, Any], Callable[[Path], Any]] | None:
     """What the work folder is to hold, in the main process and unless it holds it already."""
     if not processes.is_main_process:
         return None
@@ -179,17 +204,23 @@ def _prepare(
         "student_sha256": data.checkpoint_sha256(student),
         "teacher_sha256": data.checkpoint_sha256(teacher),
         "text_sha256": data.text_sha256(config.text),
+        "heldout_sha256": data.text_sha256(config.heldout_text),
         "processes": processes.num_processes,
     }
     if work.check_work(folder, settings):
         return None
-    windows = data.pack_text(
-        student,
-        config.text,
-        config.text_column,
-        config.split,
-        config.window,
-        sum(stage.tokens for stage in stages),
-        config.bos,
+    pack = partial(
+        pack_all,
+        tokenizer=load_tokenizer(student),
+        shares=data.shares_of(config.text),
+        column=config.text_column,
+        split=config.split,
+        window=config.window,
+        tokens=sum(stage.tokens for stage in stages),
+        bos=config.bos,
+        document_mask=config.document_mask,
+        heldout=config.heldout,
+        heldout_text=config.heldout_text,
+        heldout_tokens=config.heldout_tokens,
     )
-    return settings, windows
+    return settings, pack

@@ -64,17 +64,18 @@ def build_stage(
         tuple(config.layer_weights),
     )
     original, note = None, None
-    if weights.need_teacher or homotopy == "blend":
+    teach = weights.need_teacher or config.watches()
+    if teach or homotopy == "blend":
         source = load_causal_lm(teacher)
-        note = _ride(config, model, source, homotopy == "blend", weights.need_teacher)
-        original = None if note is None or not weights.need_teacher else SeparateTeacher(source)
+        note = _ride(config, model, source, homotopy == "blend", teach)
+        original = SeparateTeacher(source) if teach and note is not None else None
     moving = _homotopy(config, homotopy, layers)
     if config.train == "lora":
         add_lora(model, config.lora_rank, config.seed)
     free(model, config.train)
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()
-    if weights.need_teacher and original is None:
+    if teach and original is None:
         original = SharedTeacher(model)
     pair = StudentWithTeacher(model, original, weights, config.kl_chunk, moving)
     return pair, _describe(config, pair, note)

@@ -1,75 +1,32 @@
 """transformers' Trainer with a loss per token and checkpoints that are never torn."""
 
-import math
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import ProgressCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from bilinearize.finetune.callbacks import HistoryFile, HomotopySchedule, LossBar
+from bilinearize.finetune.callbacks import HistoryFile, HomotopySchedule, LossBar, SavesOnSignal
+from bilinearize.finetune.diagnose import group_norms, largest_layer, memory_gib, not_finite
 from bilinearize.finetune.groups import optimizer_groups
+from bilinearize.finetune.heldout import heldout_sums
 from bilinearize.finetune.pair import PARTS, StudentWithTeacher
 from bilinearize.finetune.riding import plain_name
 from bilinearize.model.errors import InputError
 
 WEIGHTS = "model.safetensors"
 SAVING = "saving"
-SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
-
-
-def training_arguments(
-    output: Path,
-    learning_rate: float,
-    warmup: float,
-    schedule: str,
-    weight_decay: float,
-    max_grad_norm: float,
-    batch_size: int,
-    accumulation: int,
-    save_every: int,
-    log_every: int,
-    bf16: bool,
-    seed: int,
-) -> TrainingArguments:
-    """Trainer's arguments; making them also joins the process group. Nothing is written."""
-    forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    on_cpu = forced or not torch.accelerator.is_available()
-    arguments = TrainingArguments(
-        output_dir=str(output),
-        learning_rate=learning_rate,
-        warmup_steps=warmup,  # below 1, a share of all steps
-        lr_scheduler_type=SCHEDULES[schedule],
-        weight_decay=weight_decay,
-        max_grad_norm=max_grad_norm,
-        per_device_train_batch_size=batch_size,
-        gradient_accumulation_steps=accumulation,
-        num_train_epochs=1,  # the dataset lays out the whole run
-        train_sampling_strategy="sequential",
-        save_strategy="steps",
-        save_steps=save_every,
-        logging_steps=log_every,
-        logging_nan_inf_filter=False,
-        bf16=bf16,
-        seed=seed,
-        use_cpu=on_cpu,
-        ddp_find_unused_parameters=False,
-        remove_unused_columns=False,
-        average_tokens_across_devices=True,
-        report_to="none",
-    )
-    if arguments.n_gpu > 1:
-        raise InputError(
-            f"{arguments.n_gpu} GPUs in one process; start one process per GPU with "
-            "`accelerate launch`, or show only one by CUDA_VISIBLE_DEVICES."
-        )
-    return arguments
+BEST = "best"
+DIVERGED = 3.0
+"""A logged loss this many times the first one stops the run (and more than `SMALL`)."""
+SMALL = 0.5
 
 
 class RecoveryTrainer(Trainer):
@@ -80,7 +37,8 @@ class RecoveryTrainer(Trainer):
     aside and renamed when all processes are done with it.
 
     Raises:
-        InputError: when the loss or a weight stops being finite.
+        InputError: when the loss or a weight stops being finite, the loss grows to `DIVERGED` times
+            its start, or a checkpoint can't be written.
     """
 
     loss_is_scaled_for_ga = True
@@ -93,18 +51,25 @@ class RecoveryTrainer(Trainer):
         keep_checkpoints: int = 1,
         history: Path | None = None,
         rates: dict[str, float] | None = None,
+        tokens_before: int = 0,
+        keep_best: bool = False,
         **kwargs: Any,
     ):
         super().__init__(model=model, args=args, train_dataset=train_dataset, **kwargs)
         self.pair = model
         self.folder = Path(str(args.output_dir))
-        self.keep_checkpoints = keep_checkpoints
-        self.rates = rates or {}
+        self.keep_checkpoints, self.keep_best = keep_checkpoints, keep_best
+        self.rates, self.tokens_before = rates or {}, tokens_before
         self._parts = torch.zeros(len(PARTS) + 1, dtype=torch.float32, device=args.device)
+        self._norms: dict[str, float] = {}
+        self._inputs: dict[str, Any] = {}
+        self._clock: tuple[float, int] | None = None
         self.remove_callback(ProgressCallback)
         if not args.disable_tqdm:
             self.add_callback(LossBar)
         self.add_callback(HistoryFile(history))
+        self.signal = SavesOnSignal(self.accelerator)
+        self.add_callback(self.signal)
         if model.homotopy is not None:
             self.add_callback(HomotopySchedule(model.homotopy))
 
@@ -127,46 +92,128 @@ class RecoveryTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """This micro-batch's share of the step's loss, times the processes DDP averages over."""
+        self._inputs = inputs
         outputs = model(**inputs)
-        if not math.isfinite(outputs["loss"].item()):
-            raise InputError(
-                f"the loss is {outputs['loss'].item()} at step {self.state.global_step + 1}; "
-                f"lower --learning_rate or --max_grad_norm.{self._last_good()}"
-            )
+        processes = self.accelerator.num_processes
+        finite: Any = outputs["loss"].isfinite().float()
+        if processes > 1:  # all stop together
+            finite = self.accelerator.reduce(finite, "mean")
+        if finite.item() < 1:
+            self._stop(f"the loss is {outputs['loss'].item()}", self.state.global_step + 1)
         self._parts += torch.cat([outputs["parts"].float(), outputs["count"].float()[None]])
         items = torch.as_tensor(num_items_in_batch).clamp(min=1)
-        loss = outputs["loss"] * self.accelerator.num_processes / items
+        loss = outputs["loss"] * processes / items
         return (loss, outputs) if return_outputs else loss
 
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        total: Any = super()._get_grad_norm(model, grad_norm)
+        step = self.state.global_step + 1
+        if any(step % every == 0 for every in (self.state.logging_steps, self.state.save_steps)):
+            scale = max(1.0, float(total) / self.args.max_grad_norm) if grad_norm is not None else 1
+            norms = group_norms(self.pair.student)
+            self._norms = {f"grad_norm_{name}": norm * scale for name, norm in norms.items()}
+        return total
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the parts of the loss since the last entry, in nats per token."""
+        """Add the parts of the loss since the last entry, in nats per token, and the speed."""
         if "loss" in logs:
             sums: Any = self.accelerator.reduce(self._parts, "sum")
             *parts, count = sums.tolist()
             self._parts.zero_()
-            logs |= self.pair.describe(parts, count)
+            logs |= self.pair.describe(parts, count) | self._norms | self._progress()
+            self._check_growth(logs["loss"])
         super().log(logs, start_time)
+
+    def _progress(self) -> dict[str, float]:
+        windows: Any = self.train_dataset
+        window = len(windows[0]["input_ids"])
+        per_step = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        trained = self.state.global_step * per_step * self.args.world_size * window
+        now, before = time.monotonic(), self._clock or (self._begun, self._tokens_at_start)
+        self._clock = now, trained
+        return {
+            "tokens": self.tokens_before + trained,
+            "tokens_per_second": round((trained - before[1]) / (now - before[0]), 1),
+            "memory_gib": round(memory_gib(), 3),
+        }
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self._clock, self._begun, self._tokens_at_start = None, time.monotonic(), 0
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "heldout",
+    ) -> dict[str, float]:
+        """The parts of the loss on the held-out windows, in nats per token; logged.
+
+        A resumed run has the entry of its first step already.
+        """
+        if self.state.global_step and not self.control.should_evaluate:
+            return {}
+        model: Any = self.model_wrapped if self.is_in_train else self.model
+        parts, count = heldout_sums(
+            model, self.eval_dataset, self.args.eval_batch_size, self.accelerator
+        )
+        metrics = {f"heldout_{k}": v for k, v in self.pair.describe(parts, count, True).items()}
+        self.log(metrics)
+        handler = self.callback_handler
+        self.control = handler.on_evaluate(self.args, self.state, self.control, metrics)
+        if self.state.global_step == 0:  # later, Trainer asks
+            self._determine_best_metric(metrics, None)
+        return metrics
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Keep the weights with the least held-out loss, once a homotopy is at its end."""
+        homotopy = self.pair.homotopy
+        if not (self.keep_best and metrics) or (homotopy is not None and homotopy.t < 1):
+            return False
+        best = self.state.best_metric
+        if best is not None and metrics["heldout_loss"] >= best:
+            return False
+        self.state.best_metric = metrics["heldout_loss"]
+        self._put(self.folder / BEST, lambda folder: self._save(str(folder)))
+        return True
 
     # Trainer saves into this folder; `_save_checkpoint` moves the result to where resuming looks.
     def _get_output_dir(self, trial: Any) -> str:
         return str(self.folder / SAVING)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        saving, final = self.folder / SAVING, self.folder
         self.check_weights()
+        name = f"checkpoint-{self.state.global_step}"
+        self._put(
+            self.folder / name,
+            lambda _: super(RecoveryTrainer, self)._save_checkpoint(model, trial),
+        )
+        if self.args.should_save:
+            found = sorted(self.folder.glob("checkpoint-*"), key=lambda x: int(x.name[11:]))
+            for folder in found[: -self.keep_checkpoints]:
+                shutil.rmtree(folder)
+        self.accelerator.wait_for_everyone()
+
+    def _put(self, final: Path, write: Any) -> None:
+        """Have `write` write `SAVING/name`, and move it to `final` when all processes are done."""
+        saving = self.folder / SAVING
         if self.args.should_save:
             shutil.rmtree(saving, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
+        try:
+            write(saving / final.name)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            reason = " ".join(str(error).split())
+            shutil.rmtree(saving, ignore_errors=True)
+            raise InputError(
+                f"{final}: can't be written ({reason}); make room and give the same command again."
+                f"{self._last_good()}"
+            ) from error
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            name = f"checkpoint-{self.state.global_step}"
-            shutil.rmtree(final / name, ignore_errors=True)
-            os.rename(saving / name, final / name)
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(saving / final.name, final)
             shutil.rmtree(saving)
-            checkpoints = sorted(final.glob("checkpoint-*"), key=lambda x: int(x.name[11:]))
-            for folder in checkpoints[: -self.keep_checkpoints]:
-                shutil.rmtree(folder)
         self.accelerator.wait_for_everyone()
 
     def trained_tensors(self) -> dict[str, torch.Tensor]:
@@ -174,13 +221,22 @@ class RecoveryTrainer(Trainer):
         named = self.pair.student.named_parameters()
         return {plain_name(name): tensor.data for name, tensor in named if tensor.requires_grad}
 
+    def best_tensors(self) -> dict[str, torch.Tensor]:
+        """What training ends with: the best on the held-out text if kept, else the last."""
+        if self.state.best_metric is None:
+            return self.trained_tensors()
+        return load_file(self.folder / BEST / WEIGHTS)
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        tensors = self.trained_tensors()
         if self.args.should_save:
             folder = Path(output_dir or self.folder)
             folder.mkdir(parents=True, exist_ok=True)
             homotopy = self.pair.homotopy
-            metadata = {} if homotopy is None else {"t": repr(homotopy.t)}
-            save_file(self.trained_tensors(), folder / WEIGHTS, metadata)
+            metadata = {"step": str(self.state.global_step)}
+            if homotopy is not None:
+                metadata["t"] = repr(homotopy.t)
+            save_file(tensors, folder / WEIGHTS, metadata)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         ours = self.trained_tensors()
@@ -197,12 +253,27 @@ class RecoveryTrainer(Trainer):
 
     def check_weights(self) -> None:
         """Raise InputError if a trained weight is not finite."""
-        for name, tensor in self.trained_tensors().items():
-            if not tensor.isfinite().all():
-                raise InputError(
-                    f"{name} is no longer finite at step {self.state.global_step}; "
-                    f"lower --learning_rate or --max_grad_norm.{self._last_good()}"
-                )
+        name = not_finite(self.trained_tensors(), self.accelerator)
+        if name is not None:
+            self._stop(f"{name} is no longer finite", self.state.global_step)
+
+    def _check_growth(self, loss: float) -> None:
+        """Stop if the loss has grown to `DIVERGED` times the first entry, not counting a homotopy,
+        along which it has to grow."""
+        past = [e for e in self.state.log_history if "loss" in e and e.get("t", 1) == 1]
+        homotopy = self.pair.homotopy
+        if past and loss > max(DIVERGED * past[0]["loss"], SMALL):
+            if homotopy is None or homotopy.t == 1:
+                grown = f"the loss is {loss:.4g}, and was {past[0]['loss']:.4g} at first,"
+                self._stop(grown, self.state.global_step)
+
+    def _stop(self, what: str, step: int) -> None:
+        model: Any = self.model_wrapped
+        layer, norm = largest_layer(model, self.pair, self._inputs)
+        raise InputError(
+            f"{what} at step {step}; of all layers the output of layer {layer} is largest (norm "
+            f"{norm:.3g}); lower --learning_rate or --max_grad_norm.{self._last_good()}"
+        )
 
     def _last_good(self) -> str:
         last = get_last_checkpoint(str(self.folder)) if self.folder.is_dir() else None

@@ -4,13 +4,12 @@ It appears whole or not at all, and serves only the run whose settings it record
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers.trainer_utils import get_last_checkpoint
 
-from bilinearize.finetune.data import save_windows
 from bilinearize.model.checkpoint import atomic_folder
 from bilinearize.model.errors import InputError
 
@@ -18,6 +17,7 @@ SETTINGS = "settings.json"
 CHECKPOINTS = "checkpoints"
 HISTORY = "log.jsonl"
 RESULT = "result"
+DATA = "data"
 
 
 def work_folder(out: Path) -> Path:
@@ -47,10 +47,11 @@ def check_work(work: Path, settings: dict[str, Any]) -> bool:
     return True
 
 
-def make_work(work: Path, settings: dict[str, Any], windows: torch.Tensor) -> None:
-    """Write a new work folder, whole or not at all."""
+def make_work(work: Path, settings: dict[str, Any], pack: Callable[[Path], Any]) -> None:
+    """Write a new work folder, whole or not at all; `pack` fills the folder of the data."""
     with atomic_folder(work) as partial:
-        save_windows(partial, windows)
+        (partial / DATA).mkdir()
+        pack(partial / DATA)
         (partial / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
 
 

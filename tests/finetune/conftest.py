@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bilinearize.finetune.arguments import training_arguments
 from bilinearize.finetune.run import finetune
-from bilinearize.finetune.trainer import training_arguments
 from bilinearize.model.families import FAMILIES
 
 JOB = Path(__file__).with_name("job.py")

@@ -2,8 +2,8 @@
 
 `"kill_after": n` kills the process with SIGKILL when step n is done, `"kill_in_save": n` in the
 middle of writing the checkpoint of step n, `"kill_before_stage": n` when stage n - 1 is written;
-`"interrupt_after": n` ends only that finetune. Steps count within
-a stage.
+`"terminate_after": n` sends it SIGTERM when step n is done; `"interrupt_after": n` ends only that
+finetune. Steps count within a stage.
 """
 
 import json
@@ -16,7 +16,7 @@ from bilinearize.finetune.callbacks import HistoryFile
 from bilinearize.finetune.run import finetune
 from bilinearize.finetune.trainer import RecoveryTrainer
 
-EVENTS = ("kill_after", "kill_in_save", "kill_before_stage", "interrupt_after")
+EVENTS = ("kill_after", "kill_in_save", "kill_before_stage", "terminate_after", "interrupt_after")
 
 
 class Interrupt(Exception):
@@ -29,6 +29,8 @@ def plant(event: dict[str, int]) -> None:
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == event.get("kill_after"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if state.global_step == event.get("terminate_after"):
+            os.kill(os.getpid(), signal.SIGTERM)
         if state.global_step == event.get("interrupt_after"):
             raise Interrupt
 

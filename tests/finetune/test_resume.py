@@ -46,7 +46,8 @@ def test_killed_twice_ends_at_the_same_weights(
     logs = [history(folder) for folder in (out, finished)]
     for entries in logs:
         for entry in entries:
-            del entry["seconds"]
+            for name in ("seconds", "tokens_per_second", "memory_gib"):
+                del entry[name]
     assert logs[0] == logs[1]
     assert [path.name for path in folder.iterdir()] == ["out"]
 
@@ -59,6 +60,16 @@ def test_the_comparison_sees_a_forgotten_optimizer(job, killed, finished, weight
         moments["exp_avg"].zero_()
     torch.save(state, file)
     assert not equal(weights(finetune(**job, out=folder / "out")), weights(finished))
+
+
+def test_sigterm_saves_the_step_in_progress_and_ends(job, launch, finished, weights, tmp_path):
+    run = job | {"out": tmp_path / "out", "save_every": 100}
+    status, output = launch(run | {"terminate_after": 6})
+    assert status == 143 and "Traceback" not in output, output
+    assert "Stopped at step 7; the same command goes on." in output
+    assert last_checkpoint(tmp_path / "out.work" / "stage-0").endswith("checkpoint-7")
+    out = finetune(**run)
+    assert equal(weights(out), weights(finished))
 
 
 @pytest.mark.parametrize(
@@ -83,12 +94,12 @@ def test_a_changed_text_is_refused(job, text_file, tmp_path, monkeypatch):
 
 
 def test_the_order_covers_each_pass_and_its_start_is_fixed():
-    windows = torch.arange(10)[:, None]
-    whole, short = (data.TrainingWindows(windows, count, seed=3) for count in (25, 13))
-    rows = [row["input_ids"].item() for row in whole]
+    whole, short = (data.training_order([10], [1.0], count, seed=3) for count in (25, 13))
+    rows = whole[:, 1].tolist()
     assert sorted(rows[:10]) == sorted(rows[10:20]) == list(range(10))
     assert rows[:10] != rows[10:20]
-    assert [row["input_ids"].item() for row in short] == rows[:13]
+    assert short[:, 1].tolist() == rows[:13]
+    assert data.training_order([10], [1.0], 25, seed=3, start=5)[:, 1].tolist() == rows[5:]
 
 
 def test_two_processes_follow_one(job, launch, finished, weights, history, tmp_path):

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from bilinearize.finetune.config import FinetuneConfig
-from bilinearize.finetune.data import pack_text
 from bilinearize.finetune.run import finetune
-from bilinearize.model.checkpoint import load_causal_lm
+from bilinearize.model.checkpoint import load_causal_lm, load_tokenizer
 from bilinearize.model.errors import InputError
+from bilinearize.model.text import pack_windows, read_documents
 
 IDS = torch.arange(2, 66)[None]
 UNTRUSTED = """
@@ -58,7 +58,8 @@ def test_kl_falls(job, student, pico_llama, text_file, documents_file, tmp_path,
     longer = job | {"tokens": 32 * 4 * 100, "save_every": 100}
     out = finetune(**longer, out=tmp_path / "longer")
     assert [entry["step"] for entry in history(out)] == list(range(1, 101))
-    held_out = pack_text(student, str(documents_file), "text", "train", 32, 512, "auto")
+    documents = read_documents(str(documents_file))
+    held_out = pack_windows(documents, load_tokenizer(student), 32, 512)
     before, after = (kl_to(pico_llama, folder, held_out) for folder in (student, out))
     assert kl_to(pico_llama, pico_llama, held_out) == 0
     assert after < 0.7 * before

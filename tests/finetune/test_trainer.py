@@ -1,7 +1,9 @@
 """The trainer: a step's loss and gradient, the two teachers, a run that diverges."""
 
 import json
+import resource
 import shutil
+import signal
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import TrainerCallback
 
 from bilinearize.finetune.config import FinetuneConfig
 from bilinearize.finetune.pair import StudentWithTeacher
+from bilinearize.finetune.run import finetune
 from bilinearize.finetune.stage import build_stage
 from bilinearize.finetune.teacher import SeparateTeacher, SharedTeacher
 from bilinearize.finetune.trainer import RecoveryTrainer
@@ -177,10 +180,68 @@ def test_a_diverging_run_stops(student, pico_llama, step_arguments, tmp_path, wh
 
     trainer = RecoveryTrainer(model, step_arguments(tmp_path), padded_rows(), callbacks=[Poison()])
     expected = (
-        r"loss is nan at step 2.*No checkpoint"
+        r"loss is nan at step 2; .*layer 0 is largest \(norm inf\).*No checkpoint"
         if when == "loss"
         else r"up_proj.weight is no longer finite at step 2"
     )
     with pytest.raises(InputError, match=expected):
         trainer.train()
     assert not list(tmp_path.glob("checkpoints/checkpoint-*"))
+
+
+def test_a_loss_that_grows_stops(job, tmp_path):
+    hot = job | {"learning_rate": 3.0, "save_every": 1, "schedule": "constant", "warmup": 0.0}
+    with pytest.raises(
+        InputError, match=r"the loss is .*, and was .* at first, at step \d+; of all"
+    ):
+        finetune(**hot, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def little_room():
+    """Files can't grow beyond 200 kB, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(
+    job, finished, weights, little_room, tmp_path, monkeypatch
+):
+    class Fill(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                little_room()
+
+    build = RecoveryTrainer.__init__
+
+    def init(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        self.add_callback(Fill())
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RecoveryTrainer, "__init__", init)
+        expected = r"checkpoint-8: can't be written \(.*Last good checkpoint: .*checkpoint-4"
+        with pytest.raises(InputError, match=expected):
+            finetune(**job, out=tmp_path / "out")
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    left = tmp_path / "out.work" / "stage-0" / "checkpoints"
+    assert [path.name for path in left.iterdir()] == ["checkpoint-4"]
+    out = finetune(**job, out=tmp_path / "out")
+    ours, theirs = weights(out), weights(finished)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_log_has_speed_memory_and_a_norm_for_each_group(job, history, tmp_path):
+    run = job | {"train": "all", "learning_rate": 1e-4, "max_grad_norm": 0.1, "tokens": 32 * 4 * 4}
+    entries = history(finetune(**run, out=tmp_path / "out"))
+    assert [entry["tokens"] for entry in entries] == [128, 256, 384, 512]
+    for entry in entries:
+        assert entry["tokens_per_second"] > 0 and 0.1 < entry["memory_gib"] < 100
+        groups = [entry[f"grad_norm_{group}"] for group in ("mlp", "norms", "rest")]
+        total = sum(norm**2 for norm in groups) ** 0.5
+        assert total == pytest.approx(entry["grad_norm"], rel=1e-3) and total > 0.1

@@ -1,0 +1,75 @@
+"""The arguments of transformers' Trainer."""
+
+import os
+from pathlib import Path
+
+import torch
+from transformers import TrainingArguments
+
+from bilinearize.model.errors import InputError
+
+SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+def training_arguments(
+    output: Path,
+    learning_rate: float,
+    warmup: float,
+    schedule: str,
+    weight_decay: float,
+    max_grad_norm: float,
+    batch_size: int,
+    accumulation: int,
+    save_every: int,
+    log_every: int,
+    bf16: bool,
+    seed: int,
+    eval_every: int = 0,
+    unused_parameters: bool = False,
+    report_to: list[str] | None = None,
+) -> TrainingArguments:
+    """Trainer's arguments; making them also joins the process group. Nothing is written.
+
+    Args:
+        eval_every: steps between two evaluations on the held-out text; 0 is none.
+        unused_parameters: whether some that train may have no part in a loss.
+        report_to: names of Trainer's integrations.
+
+    Raises:
+        InputError: if this process sees several GPUs.
+    """
+    forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    on_cpu = forced or not torch.accelerator.is_available()
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        learning_rate=learning_rate,
+        warmup_steps=warmup,  # below 1, a share of all steps
+        lr_scheduler_type=SCHEDULES[schedule],
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
+        per_device_train_batch_size=batch_size,
+        per_device_eval_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+        num_train_epochs=1,  # the dataset lays out the whole run
+        train_sampling_strategy="sequential",
+        save_strategy="steps",
+        save_steps=save_every,
+        eval_strategy="steps" if eval_every else "no",
+        eval_steps=eval_every or None,
+        eval_on_start=bool(eval_every),
+        logging_steps=log_every,
+        logging_nan_inf_filter=False,
+        bf16=bf16,
+        seed=seed,
+        use_cpu=on_cpu,
+        ddp_find_unused_parameters=unused_parameters,
+        remove_unused_columns=False,
+        average_tokens_across_devices=True,
+        report_to=report_to or "none",
+    )
+    if arguments.n_gpu > 1:
+        raise InputError(
+            f"{arguments.n_gpu} GPUs in one process; start one process per GPU with "
+            "`accelerate launch`, or show only one by CUDA_VISIBLE_DEVICES."
+        )
+    return arguments
