@@ -37,7 +37,7 @@ format: $(VENV)/installed
 # A link tree that static checkers can follow; the editable install's import hook they can not.
 types: $(VENV)/installed
 	rm -rf build/types && mkdir -p build/types/bilinearize
-	ln -s $(CURDIR)/src/bilinearize/* $(addprefix $(CURDIR)/,convert finetune eval interpret model) \
+	ln -s $(CURDIR)/src/bilinearize/* $(addprefix $(CURDIR)/,convert finetune eval interpret publish model) \
 		build/types/bilinearize/
 	$(BIN)/pyright --pythonpath $(BIN)/python
 

@@ -13,6 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 from bilinearize.finetune.data import data_sha256
 from bilinearize.finetune.trainer import RecoveryTrainer
 from bilinearize.finetune.work import DATA, HISTORY, RESULT, SETTINGS, stage_folder
+from bilinearize.model.card import write_card
 from bilinearize.model.checkpoint import atomic_folder, carry_files, list_tensors
 from bilinearize.model.families import CONVERTED_TYPES
 
@@ -60,6 +61,8 @@ def write_result(
         ]
         (partial / HISTORY).write_text("".join(json.dumps(line) + "\n" for line in lines))
         _write_json(partial / RECORD, _record(stages, work, dtype))
+        if (partial / "bilinearize.json").is_file():  # not so for a control
+            write_card(partial)
 
 
 def _write_model(model: PreTrainedModel, student: Path, folder: Path, dtype: torch.dtype) -> None:

@@ -25,7 +25,7 @@ DESCRIPTIONS = {
     "gated": "the MLPs kept as they were",
 }
 LOADING = """\
-With [bilinearize](https://pypi.org/project/bilinearize/) installed:
+With bilinearize installed:
 
 ```python
 import bilinearize
@@ -43,9 +43,9 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 ```"""
 LIMITS = """\
-The MLPs alone are bilinear; softmax and RMSNorm remain, so the model as a whole is no polynomial. \
-It inherits the limits and biases of the model that it was made from, and was measured on the text \
-named here only: a small gap in perplexity doesn't show that it does as well at tasks."""
+Softmax and RMSNorm are as they were, so the model as a whole is no polynomial. It inherits the \
+limits and biases of the model that it was made from, and was measured on the text named here \
+only: a small gap in perplexity doesn't show that it does as well at tasks."""
 UNMEASURED = """\
 A converted model that was not finetuned is far from its source: measure it with \
 `bilinearize eval` before use."""

@@ -117,6 +117,15 @@ def test_every_eval_command_runs(workplace, documents_file):
     assert len(lines) >= 4
 
 
+def test_every_publish_command_runs(workplace, capsys):
+    main(["convert", "SmolLM2-135M-Instruct", "finetuned", "--text", "train.txt"])
+    run("bilinearize eval SmolLM2-135M-Instruct finetuned --out report --text heldout.txt")
+    lines = commands(ROOT / "docs" / "publish.md")
+    for line in lines:
+        run(line)
+    assert lines and "files would go to me/SmolLM2-bilinear" in capsys.readouterr().out
+
+
 def test_contributing_names_real_targets():
     makefile = (ROOT / "Makefile").read_text()
     for line in commands(ROOT / "CONTRIBUTING.md") + commands(ROOT / "README.md"):
@@ -126,6 +135,6 @@ def test_contributing_names_real_targets():
 
 def test_readme_lists_every_module():
     text = (ROOT / "README.md").read_text()
-    for folder in ("convert", "finetune", "eval", "interpret", "model"):
+    for folder in ("convert", "finetune", "eval", "interpret", "publish", "model"):
         for file in (ROOT / folder).glob("*.py"):
             assert file.name == "__init__.py" or f"  {file.name} " in text, file

@@ -6,7 +6,7 @@ stages take plain arguments.
 
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from bilinearize.eval.config import EvalConfig
 from bilinearize.finetune.config import FinetuneConfig
 from bilinearize.interpret import config as interpret_config
 from bilinearize.model.errors import InputError
+from bilinearize.publish.config import PushConfig
 
 
 @dataclass
@@ -37,6 +38,10 @@ class RunConfig:
     """The evaluation; null goes without."""
     baselines: list[str] = field(default_factory=list)
     """Other convert methods to convert with and list in the report, e.g. [taylor]."""
+    push: str | None = None
+    """Repository on the hub, owner/name, that the result goes to at the end."""
+    push_options: PushConfig = field(default_factory=PushConfig)
+    """How it goes there."""
 
 
 def run_convert(args: Namespace) -> None:
@@ -83,6 +88,13 @@ def run_eval(args: Namespace) -> None:
         PartialState().destroy_process_group()
 
 
+def run_push(args: Namespace) -> None:
+    """`bilinearize push`."""
+    from bilinearize.publish.push import push
+
+    push(Path(args.folder), args.repo, **args_of(args, PushConfig))
+
+
 # `bilinearize interpret ...`: config, function, help. Modules are imported when called.
 INTERPRET = {
     "spectrum": ("SpectrumConfig", "run.spectrum", "Eigenvectors of what layers write."),
@@ -113,7 +125,13 @@ def run_all(args: Namespace) -> None:
     from bilinearize.finetune.run import finetune
 
     out = Path(args.out)
-    config = {name: args[name] for name in RunConfig.__dataclass_fields__}
+    if args.push is not None:
+        from bilinearize.publish.push import check_push
+
+        check_push(args.push)  # now, not hours later
+    # Where the result goes changes nothing in it.
+    kept = [name for name in RunConfig.__dataclass_fields__ if not name.startswith("push")]
+    config = {name: args[name] for name in kept}
     config = yaml.safe_load(yaml.safe_dump(Namespace(config).as_dict()))
     settle_config(out, config)
     options = args_of(args.convert, ConvertConfig)
@@ -135,6 +153,10 @@ def run_all(args: Namespace) -> None:
         else:
             settings = args_of(args.eval, EvalConfig)
             evaluate(args.source, candidates, out / "eval", **settings)
+    if args.push is not None:
+        from bilinearize.publish.push import push
+
+        push(out, args.push, **args_of(args.push_options, PushConfig))
 
 
 def is_done(folder: Path) -> bool:
@@ -240,6 +262,10 @@ def build_parser() -> ArgumentParser:
         reader.add_argument("out", help="Folder for the report; must not exist.")
         reader.add_class_arguments(getattr(interpret_config, kind))
         readers.add_subcommand(name, reader, help=text)
+    sub = command("push", "Verify a converted model and upload it with its card.")
+    sub.add_argument("folder", help="Folder of a converted model, or of a finished run.")
+    sub.add_argument("repo", help="Repository on the hub, owner/name.")
+    sub.add_class_arguments(PushConfig)
     sub = command("run", "Convert, finetune and evaluate as a YAML file says.")
     sub.add_class_arguments(RunConfig)
     return parser
@@ -258,12 +284,34 @@ def check_yaml(argv: list[str]) -> None:
             raise InputError(f"{value}: holds no keys; write one `key: value` a line.")
 
 
+CONFIGS = (ConvertConfig, ScanConfig, FinetuneConfig, EvalConfig, PushConfig)
+SWITCHES = {f.name for kind in CONFIGS for f in fields(kind) if f.type is bool}
+
+
+def spell_out(argv: list[str]) -> list[str]:
+    """`--dry-run` as `--dry_run true`: hyphens are taken, and a switch needs no value."""
+    words = []
+    for index, word in enumerate(argv):
+        if not word.startswith("--"):
+            words.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        name = name.replace("-", "_").replace("__", "--", 1)
+        words.append(name + equals + value)
+        following = argv[index + 1 : index + 2]
+        if name.rpartition(".")[2].lstrip("-") in SWITCHES and not equals:
+            if not following or following[0].lower() not in ("true", "false", "yes", "no"):
+                words.append("true")
+    return words
+
+
 COMMANDS = {
     "convert": run_convert,
     "scan": run_scan,
     "finetune": run_finetune,
     "eval": run_eval,
     "interpret": run_interpret,
+    "push": run_push,
     "run": run_all,
 }
 
@@ -273,6 +321,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["run"] and len(argv) > 1 and not argv[1].startswith("-"):
         argv.insert(1, "--config")
+    argv = spell_out(argv)
     try:
         check_yaml(argv)
         args = build_parser().parse_args(argv)
