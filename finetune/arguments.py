@@ -25,6 +25,7 @@ def training_arguments(
     bf16: bool,
     seed: int,
     eval_every: int = 0,
+    beta2: float = 0.999,
     unused_parameters: bool = False,
     report_to: list[str] | None = None,
 ) -> TrainingArguments:
@@ -32,6 +33,7 @@ def training_arguments(
 
     Args:
         eval_every: steps between two evaluations on the held-out text; 0 is none.
+        beta2: AdamW's; beta1 is 0.9.
         unused_parameters: whether some that train may have no part in a loss.
         report_to: names of Trainer's integrations.
 
@@ -45,6 +47,7 @@ def training_arguments(
         learning_rate=learning_rate,
         warmup_steps=warmup,  # below 1, a share of all steps
         lr_scheduler_type=SCHEDULES[schedule],
+        adam_beta2=beta2,
         weight_decay=weight_decay,
         max_grad_norm=max_grad_norm,
         per_device_train_batch_size=batch_size,

@@ -25,6 +25,7 @@ class Stage(TypedDict, total=False):
     learning_rate: float
     warmup: float
     schedule: Schedule
+    beta2: float
     weight_decay: float
     max_grad_norm: float
     kl_weight: float
@@ -119,6 +120,8 @@ class FinetuneConfig:
     """Share of the steps over which the learning rate rises from 0."""
     schedule: Schedule = "cosine"
     """The learning rate after the warmup."""
+    beta2: float = 0.999
+    """AdamW's average of squared gradients; beta1 is 0.9."""
     weight_decay: float = 0.0
     """Decoupled weight decay; never on biases and norms."""
     max_grad_norm: float = 1.0
@@ -162,6 +165,7 @@ class FinetuneConfig:
         weights = self.text.values() if isinstance(self.text, dict) else [1.0]
         positive = bool(weights) and all(weight > 0 for weight in weights)
         _require(positive, "text", self.text, "give each text a weight above 0")
+        _require(0 < self.beta2 < 1, "beta2", self.beta2, "use a value between 0 and 1")
         _require(0 <= self.warmup < 1, "warmup", self.warmup, "use a share from 0 to below 1")
         share = self.homotopy_share
         _require(0 < share <= 1, "homotopy_share", share, "use a share above 0, at most 1")

@@ -18,6 +18,7 @@ from bilinearize.model.checkpoint import atomic_folder, carry_files, list_tensor
 from bilinearize.model.families import CONVERTED_TYPES
 
 RECORD = "finetune.json"
+MADE = "bilinearize.json"
 LOSSES = ("step", "loss", "kl", "gap", "cross_entropy", "hidden")
 
 
@@ -73,8 +74,13 @@ def _write_model(model: PreTrainedModel, student: Path, folder: Path, dtype: tor
         config["auto_map"] = family.auto_map  # save_pretrained leaves AutoModel out
         _write_json(folder / "config.json", config)
     carry_files(student, folder)
-    if (student / "bilinearize.json").is_file():
-        shutil.copyfile(student / "bilinearize.json", folder / "bilinearize.json")
+    if (student / MADE).is_file() and family is not None:
+        shutil.copyfile(student / MADE, folder / MADE)
+        record = json.loads((folder / MADE).read_text())
+        if record.get("form") == "gated" != config["bilinear_form"]:  # annealed
+            for entry in (record, *record.get("layers", ())):
+                entry |= {"form": "bilinear", "activation": "identity"}
+            _write_json(folder / MADE, record)
 
 
 def stage_record(trainer: RecoveryTrainer) -> dict[str, Any]:

@@ -157,6 +157,7 @@ def _arguments(config: FinetuneConfig, output: Path) -> TrainingArguments:
         config.bf16,
         config.seed,
         eval_every=config.eval_every if config.watches() else 0,
+        beta2=config.beta2,
         unused_parameters=kl == cross_entropy == 0,  # the head, and what follows the last layer
         report_to=config.report_to,
     )

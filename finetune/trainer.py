@@ -63,7 +63,7 @@ class RecoveryTrainer(Trainer):
         self._parts = torch.zeros(len(PARTS) + 1, dtype=torch.float32, device=args.device)
         self._norms: dict[str, float] = {}
         self._inputs: dict[str, Any] = {}
-        self._clock: tuple[float, int] | None = None
+        self._clock = 0.0, 0  # when the last entry was made, and the tokens trained on by then
         self.remove_callback(ProgressCallback)
         if not args.disable_tqdm:
             self.add_callback(LossBar)
@@ -114,6 +114,11 @@ class RecoveryTrainer(Trainer):
             self._norms = {f"grad_norm_{name}": norm * scale for name, norm in norms.items()}
         return total
 
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._init_training_state(*args, **kwargs)
+        self._clock = time.monotonic(), self._tokens_trained()
+        return found
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the parts of the loss since the last entry, in nats per token, and the speed."""
         if "loss" in logs:
@@ -125,21 +130,20 @@ class RecoveryTrainer(Trainer):
         super().log(logs, start_time)
 
     def _progress(self) -> dict[str, float]:
-        windows: Any = self.train_dataset
-        window = len(windows[0]["input_ids"])
-        per_step = self.args.train_batch_size * self.args.gradient_accumulation_steps
-        trained = self.state.global_step * per_step * self.args.world_size * window
-        now, before = time.monotonic(), self._clock or (self._begun, self._tokens_at_start)
+        trained = self._tokens_trained()
+        now, (before, already) = time.monotonic(), self._clock
         self._clock = now, trained
         return {
             "tokens": self.tokens_before + trained,
-            "tokens_per_second": round((trained - before[1]) / (now - before[0]), 1),
+            "tokens_per_second": round((trained - already) / (now - before), 1),
             "memory_gib": round(memory_gib(), 3),
         }
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        self._clock, self._begun, self._tokens_at_start = None, time.monotonic(), 0
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+    def _tokens_trained(self) -> int:
+        windows: Any = self.train_dataset
+        per_step = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        window = len(windows[0]["input_ids"]) if len(windows) else 0
+        return self.state.global_step * per_step * self.args.world_size * window
 
     def evaluate(
         self,
@@ -153,6 +157,7 @@ class RecoveryTrainer(Trainer):
         """
         if self.state.global_step and not self.control.should_evaluate:
             return {}
+        begun = time.monotonic()
         model: Any = self.model_wrapped if self.is_in_train else self.model
         parts, count = heldout_sums(
             model, self.eval_dataset, self.args.eval_batch_size, self.accelerator
@@ -163,6 +168,7 @@ class RecoveryTrainer(Trainer):
         self.control = handler.on_evaluate(self.args, self.state, self.control, metrics)
         if self.state.global_step == 0:  # later, Trainer asks
             self._determine_best_metric(metrics, None)
+        self._clock = self._clock[0] + time.monotonic() - begun, self._clock[1]
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:

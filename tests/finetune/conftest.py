@@ -45,7 +45,10 @@ def crude_student(teacher: Path, folder: Path, noise: float = 0.02) -> Path:
                 tensor.copy_(draw * noise if tensor.dim() == 1 else tensor * (1 + noise * draw))
     student.save_pretrained(folder)
     AutoTokenizer.from_pretrained(teacher).save_pretrained(folder)
-    (folder / "bilinearize.json").write_text('{"method": "crude"}\n')
+    record = {"source": str(teacher), "method": "taylor", "form": "bilinear", "rank": 1}
+    record |= {"activation": "identity", "layers": [], "parameters": student.num_parameters()}
+    record |= {"versions": {"bilinearize": "0.1.0"}}
+    (folder / "bilinearize.json").write_text(json.dumps(record))
     return folder
 
 
