@@ -88,6 +88,13 @@ def run_eval(args: Namespace) -> None:
         PartialState().destroy_process_group()
 
 
+def run_compare(args: Namespace) -> None:
+    """`bilinearize compare`."""
+    from bilinearize.eval.runs import compare
+
+    compare([Path(run) for run in args.runs], Path(args.out))
+
+
 def run_push(args: Namespace) -> None:
     """`bilinearize push`."""
     from bilinearize.publish.push import push
@@ -262,6 +269,9 @@ def build_parser() -> ArgumentParser:
         reader.add_argument("out", help="Folder for the report; must not exist.")
         reader.add_class_arguments(getattr(interpret_config, kind))
         readers.add_subcommand(name, reader, help=text)
+    sub = command("compare", "One table and plot over finished runs.")
+    sub.add_argument("runs", nargs="+", help="Folders of finished runs, or of reports.")
+    sub.add_argument("--out", required=True, help="Folder for the comparison; must not exist.")
     sub = command("push", "Verify a converted model and upload it with its card.")
     sub.add_argument("folder", help="Folder of a converted model, or of a finished run.")
     sub.add_argument("repo", help="Repository on the hub, owner/name.")
@@ -311,6 +321,7 @@ COMMANDS = {
     "finetune": run_finetune,
     "eval": run_eval,
     "interpret": run_interpret,
+    "compare": run_compare,
     "push": run_push,
     "run": run_all,
 }
