@@ -25,8 +25,8 @@ WEIGHTS = "model.safetensors"
 SAVING = "saving"
 BEST = "best"
 DIVERGED = 3.0
-"""A logged loss this many times the first one stops the run (and more than `SMALL`)."""
-SMALL = 0.5
+"""A loss this many times that of the start stops the run, if it is more than `SMALL`."""
+SMALL, SPAN = 0.5, 5
 
 
 class RecoveryTrainer(Trainer):
@@ -264,14 +264,16 @@ class RecoveryTrainer(Trainer):
             self._stop(f"{name} is no longer finite", self.state.global_step)
 
     def _check_growth(self, loss: float) -> None:
-        """Stop if the loss has grown to `DIVERGED` times the first entry, not counting a homotopy,
-        along which it has to grow."""
+        """Stop if the loss, over the last `SPAN` steps or more, is `DIVERGED` times its start; along
+        a homotopy it has to grow, so that counts from its end on."""
+        step = self.state.global_step
         past = [e for e in self.state.log_history if "loss" in e and e.get("t", 1) == 1]
-        homotopy = self.pair.homotopy
-        if past and loss > max(DIVERGED * past[0]["loss"], SMALL):
-            if homotopy is None or homotopy.t == 1:
-                grown = f"the loss is {loss:.4g}, and was {past[0]['loss']:.4g} at first,"
-                self._stop(grown, self.state.global_step)
+        if not past or step - past[0]["step"] < SPAN:
+            return
+        recent = [e["loss"] for e in past if e["step"] > step - SPAN] + [loss]
+        start, now = past[0]["loss"], sum(recent) / len(recent)
+        if now > max(DIVERGED * start, SMALL):
+            self._stop(f"the loss is {now:.4g}, and was {start:.4g} at first,", step)
 
     def _stop(self, what: str, step: int) -> None:
         model: Any = self.model_wrapped
