@@ -264,8 +264,10 @@ class RecoveryTrainer(Trainer):
             self._stop(f"{name} is no longer finite", self.state.global_step)
 
     def _check_growth(self, loss: float) -> None:
-        """Stop if the loss, over the last `SPAN` steps or more, is `DIVERGED` times its start; along
-        a homotopy it has to grow, so that counts from its end on."""
+        """Stop if the loss, over the last `SPAN` steps or more, is `DIVERGED` times its start.
+
+        Along a homotopy it has to grow, so that counts from its end on.
+        """
         step = self.state.global_step
         past = [e for e in self.state.log_history if "loss" in e and e.get("t", 1) == 1]
         if not past or step - past[0]["step"] < SPAN:
