@@ -190,7 +190,7 @@ def test_a_diverging_run_stops(student, pico_llama, step_arguments, tmp_path, wh
 
 
 def test_a_loss_that_grows_stops(job, tmp_path):
-    hot = job | {"learning_rate": 30.0, "save_every": 1, "schedule": "constant"}
+    hot = job | {"loss": "hidden", "learning_rate": 1.0, "save_every": 1}
     with pytest.raises(
         InputError, match=r"the loss is .*, and was .* at first, at step \d+; of all"
     ):
