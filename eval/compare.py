@@ -1,6 +1,6 @@
 """Evaluate converted models against their teacher on the same tokens, and write the report."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from bilinearize.eval.processes import gather, own_share, team, together
 from bilinearize.eval.report import SCHEMA, format_protocol, format_table, write_report
 from bilinearize.eval.scores import Pass, score_windows
 from bilinearize.eval.summary import KL_EDGES, summarise
+from bilinearize.eval.tasks import compare_tasks, plan_tasks
 from bilinearize.eval.windows import Slice, plan_reading
 from bilinearize.model.checkpoint import check_new
 from bilinearize.model.device import choose_device
@@ -38,6 +39,9 @@ def evaluate(
     batch_size: int = 1,
     prompts: int = 16,
     sample_tokens: int = 48,
+    tasks: Sequence[str] | None = None,
+    task_limit: int | None = None,
+    task_fewshot: int | None = None,
     bootstrap_samples: int = 2000,
     seed: int = 0,
     revision: str | None = None,
@@ -65,19 +69,26 @@ def evaluate(
     _check_values(candidates, dtype, batch_size, prompts, sample_tokens, bootstrap_samples)
     reading = plan_reading(protocol, text, text_column, split, window, stride, tokens, bos)
     together(lambda: check_new(out))
+    questions = together(lambda: plan_tasks(tasks, task_limit, task_fewshot))
     sources = {TEACHER: teacher, **candidates}
     setup = together(
         lambda: prepare(sources, revision, reading, DTYPES[dtype], choose_device(device))
     )
     passes = [_score(setup, part, batch_size) for part in setup.slices]
     texts = compare_texts(setup, prompts, sample_tokens, bootstrap_samples, seed)
+    scores = None
+    if questions is not None:
+        scores = together(
+            lambda: compare_tasks(questions, setup, batch_size, bootstrap_samples, seed)
+        )
     whole, each = summarise(setup.slices, passes, bootstrap_samples, seed)
     facts = {
         **text_facts(setup, reading),
         **run_facts(setup, dtype, batch_size),
         "interval": interval_facts(setup, bootstrap_samples, seed),
+        "tasks": None if questions is None else questions.facts,
     }
-    result = _assemble(facts, setup, sources, whole, each, passes, texts)
+    result = _assemble(facts, setup, sources, whole, each, passes, texts | {"tasks": scores})
     if state.is_main_process:
         write_report(out, result)
         print(f"{format_table(result)}\n\n{format_protocol(result)}\nWrote {out}")

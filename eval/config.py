@@ -36,6 +36,12 @@ class EvalConfig:
     """Held-out prompts that every model continues greedily; 0 for none."""
     sample_tokens: int = 48
     """Length of each continuation in tokens."""
+    tasks: list[str] | None = None
+    """Tasks of lm-evaluation-harness by name, or YAML files of one's own; needs the extra tasks."""
+    task_limit: int | None = None
+    """Questions per task, the first ones; null takes all."""
+    task_fewshot: int | None = None
+    """Solved examples before each question; null does what the task says."""
     bootstrap_samples: int = 2000
     """Resamples behind each 95 % interval."""
     seed: int = 0

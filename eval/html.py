@@ -37,6 +37,8 @@ def format_html(result: dict, picture: bytes, protocol: str) -> str:
         _origins(page, result)
     _figure(page, "fits", fits, "Fit error of each converted layer")
     _figure(page, "training", training, "Gap and KL against training tokens")
+    if result["tasks"]:
+        _tasks(page, result)
     if result["generation"]:
         _generation(page, result)
     _provenance(page, result)
@@ -86,6 +88,30 @@ def _origins(page: Page, result: dict) -> None:
         rows.append([name, made["method"], rank, made["expand"], layers, *tokens])
     header = ["model", "method", "rank", "expand", "layers", "calibration tokens"]
     page.table([*header, "training tokens"], rows)
+
+
+def _tasks(page: Page, result: dict) -> None:
+    page.heading("Tasks")
+    facts = result["protocol"]["tasks"]
+    page.text(
+        f"lm-evaluation-harness {facts['lm_eval']}. Differences are paired by question, with a "
+        "95 % interval; gained and lost are questions that only the model or only the teacher "
+        "gets right; p is of McNemar's exact test."
+    )
+    rows: list[list[Cell]] = []
+    for task, metrics in result["tasks"].items():
+        for metric, found in metrics.items():
+            name = f"{task}, {metric}"
+            rows.append([name, found["questions"], TEACHER, Number(f"{found[TEACHER]:.4f}")])
+            rows[-1] += [""] * 4
+            for model, record in found["candidates"].items():
+                gap = format_gap(record["difference"], record["difference_interval"])
+                p = record["mcnemar_p"]
+                shown = NOT_KNOWN if p is None else f"{p:.3g}"
+                rows.append([name, found["questions"], model, Number(f"{record['score']:.4f}")])
+                rows[-1] += [Number(gap), record["gained"], record["lost"], Number(shown)]
+    header = ["task", "questions", "model", "score", "less the teacher's", "gained", "lost", "p"]
+    page.table(header, rows)
 
 
 def _generation(page: Page, result: dict) -> None:

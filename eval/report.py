@@ -90,6 +90,8 @@ def format_markdown(result: dict) -> str:
             tokens = result["protocol"]["slices"][name]["tokens_scored"]
             parts += [f"### {name}, {tokens:,} tokens", format_table(part)]
     parts += ["## More numbers", _detail_table(result)]
+    if result["tasks"]:
+        parts += ["## Tasks", format_tasks(result)]
     if result["generation"]:
         parts += ["## Greedy continuations", format_generation(result["generation"])]
     for number, sample in enumerate(result["samples"][:SHOWN], 1):
@@ -115,6 +117,33 @@ def _detail_table(result: dict) -> str:
         "Top-5: the teacher's first choice is among the model's first five. RMS change in p: of "
         "the probability of the right token. Word perplexity needs whole documents: protocol "
         "`lm-eval`."
+    )
+    return tables.format_table(rows) + "\n\n" + notes
+
+
+def format_tasks(result: dict) -> str:
+    """Scores on tasks, and their paired differences."""
+    header = ("task", "model", "score", "less the teacher's", "gained, lost", "p, McNemar")
+    rows: list[tuple[str, ...]] = [header]
+    for task, metrics in result["tasks"].items():
+        for metric, facts in metrics.items():
+            name = f"{task}, {metric} ({facts['questions']:,})"
+            rows.append((name, "teacher", f"{facts['teacher']:.4f}", "", "", ""))
+            for model, record in facts["candidates"].items():
+                p = record["mcnemar_p"]
+                rows.append(
+                    (
+                        *(name, model, f"{record['score']:.4f}"),
+                        format_gap(record["difference"], record["difference_interval"]),
+                        f"{record['gained']}, {record['lost']}",
+                        tables.NOT_KNOWN if p is None else f"{p:.3g}",
+                    )
+                )
+    facts = result["protocol"]["tasks"]
+    notes = (
+        f"lm-evaluation-harness {facts['lm_eval']}. Differences are paired by question, with 95 % "
+        "intervals; gained and lost are questions that only the model or only the teacher gets "
+        "right, and p is of McNemar's exact test."
     )
     return tables.format_table(rows) + "\n\n" + notes
 

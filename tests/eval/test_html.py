@@ -102,7 +102,7 @@ def test_parts_without_data_are_left_out(page):
     del result["candidates"]["half"], result["candidates"]["trained <b>"]
     result["slices"] = {"web": result["slices"]["web"]}
     result["slices"]["web"]["candidates"] = {"copy": {}}
-    result["generation"] = None
+    result["generation"] = result["tasks"] = None
     text = format_html(result, b"png", "")
     assert text.count("<img") == 1 and text.count("<h2>") == 1  # a copy diverges nowhere
 
