@@ -11,7 +11,8 @@ HomotopyKind = Literal["none", "blend", "swish-beta"]
 Ease = Literal["linear", "cosine", "quadratic"]
 Schedule = Literal["cosine", "linear", "constant"]
 Target = Literal["state", "mlp"]
-Mode = Literal["auto", "separate"]
+Mode = Literal["auto", "separate", "cached"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 GROUPS = ("mlp", "norms", "lora", "rest")
 
 
@@ -93,7 +94,14 @@ class FinetuneConfig:
     homotopy): what the data alone changes."""
     teacher_mode: Mode = "auto"
     """`auto`: the original modules ride along in the student where it agrees with the teacher
-    elsewhere; `separate`: a second model."""
+    elsewhere; `separate`: a second model; `cached`: its likeliest tokens at each position, computed
+    once before training and kept on disk."""
+    teacher_dtype: Dtype = "float32"
+    """Of a teacher that is loaded; one that is not float32 is separate."""
+    top_k: int = 64
+    """How many tokens a cached teacher keeps; all others count together. 8 bytes each on disk."""
+    teacher_cache: str | None = None
+    """Folder of a cached teacher, for several runs on the same text; else in the work folder."""
     kl_weight: float = 1.0
     """Weight of KL(teacher || student), in nats per token; 0 goes without a teacher."""
     cross_entropy_weight: float = 0.0
@@ -150,7 +158,7 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         for name in ("tokens", "batch_size", "accumulation", "save_every", "keep_checkpoints"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
-        for name in ("log_every", "kl_chunk", "lora_rank", "eval_every"):
+        for name in ("log_every", "kl_chunk", "lora_rank", "eval_every", "top_k"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
         for name in ("kl_weight", "cross_entropy_weight", "hidden_weight", "weight_decay"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "use 0 or more")
@@ -174,6 +182,7 @@ class FinetuneConfig:
             ("loss", Loss),
             ("train", Train),
             ("teacher_mode", Mode),
+            ("teacher_dtype", Dtype),
             ("hidden_target", Target),
             ("homotopy", HomotopyKind),
             ("homotopy_ease", Ease),
@@ -190,7 +199,12 @@ class FinetuneConfig:
             raise InputError(
                 "--kl_weight and --cross_entropy_weight are both 0; give one a weight."
             )
-        self.stage_list()
+        stages = self.stage_list()
+        if self.teacher_mode == "cached":
+            if any(stage.weights()[2] for stage in stages):
+                raise InputError("--teacher_mode cached has no layers to match; use separate.")
+            if len({stage.temperature for stage in stages}) > 1:
+                raise InputError("--teacher_mode cached knows one temperature; set it once.")
 
     def watches(self) -> bool:
         """Whether there is held-out text."""

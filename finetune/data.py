@@ -75,14 +75,22 @@ def training_windows(folder: Path, count: int, seed: int, start: int = 0) -> Win
     return Windows(rows, order, _separator(description))
 
 
+def packed_rows(folder: Path) -> dict[str, Windows]:
+    """Every file of packed windows by its name, row by row."""
+    description = json.loads((folder / DESCRIPTION).read_text())
+    names = [f"training-{number}" for number in range(len(description["sources"]))]
+    names += ["heldout"] if "heldout" in description else []
+    found = {}
+    for name in names:
+        rows = load_rows(folder, name, description["window"])
+        order = np.stack([np.zeros(len(rows), dtype=np.int64), np.arange(len(rows))], 1)
+        found[name] = Windows([rows], order, _separator(description))
+    return found
+
+
 def heldout_windows(folder: Path) -> Windows | None:
     """All held-out windows in their order, if any are."""
-    description = json.loads((folder / DESCRIPTION).read_text())
-    if "heldout" not in description:
-        return None
-    rows = load_rows(folder, "heldout", description["window"])
-    order = np.stack([np.zeros(len(rows), dtype=np.int64), np.arange(len(rows))], 1)
-    return Windows([rows], order, _separator(description))
+    return packed_rows(folder).get("heldout")
 
 
 def _separator(description: dict[str, Any]) -> int | None:

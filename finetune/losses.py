@@ -32,6 +32,38 @@ class LossWeights:
         return self.kl > 0 or self.hidden > 0
 
 
+@dataclass(frozen=True)
+class TopTokens:
+    """A teacher's likeliest k tokens at n positions."""
+
+    values: torch.Tensor
+    """(n, k) log-probabilities at the loss's temperature."""
+    tokens: torch.Tensor
+    """int64 (n, k)."""
+    labels: torch.Tensor
+    """(n) log-probabilities of the tokens that follow, at temperature 1."""
+
+    def part(self, rows: slice) -> "TopTokens":
+        """These rows of it."""
+        return TopTokens(self.values[rows], self.tokens[rows], self.labels[rows])
+
+    def kl(self, log_student: torch.Tensor) -> torch.Tensor:
+        """The summed KL over k + 1 outcomes, the last being all other tokens together; at most the
+        KL over all tokens.
+
+        Args:
+            log_student: (n, v) log-probabilities.
+        """
+        ours = log_student.gather(1, self.tokens)
+        tails = []
+        for logs in (ours, self.values):
+            rest = -torch.expm1(torch.logsumexp(logs, 1))
+            tails.append(rest.clamp(min=torch.finfo(logs.dtype).eps))
+        share = self.values.exp()
+        kl = (share * (self.values - ours)).sum()
+        return kl + (tails[1] * (tails[1].log() - tails[0].log())).sum()
+
+
 def loss_sums(
     hidden: torch.Tensor,
     head: nn.Module,
@@ -40,6 +72,7 @@ def loss_sums(
     teacher_head: nn.Module | None,
     weights: LossWeights,
     chunk: int,
+    top: TopTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums over tokens of the loss and of its parts.
 
@@ -51,6 +84,7 @@ def loss_sums(
         hidden, teacher_hidden: (n, d) what the heads read; no teacher, no KL.
         head, teacher_head: modules from (n, d) to logits (n, v).
         labels: int64 (n), the token that follows each position.
+        top: what is known of a teacher in place of its hidden states.
 
     Returns:
         The weighted sum (scalar, differentiable in `hidden` and the parameters of `head`), and the
@@ -67,7 +101,8 @@ def loss_sums(
         if teacher_hidden is not None and teacher_head is not None:
             with torch.no_grad():
                 teacher = _logits(teacher_head, teacher_hidden[part])
-        return _token_losses(_logits(head, piece), teacher, labels[part], weights)
+        known = None if top is None else top.part(part)
+        return _token_losses(_logits(head, piece), teacher, labels[part], weights, known)
 
     parameters = [p for p in head.parameters() if p.requires_grad]
     train = torch.is_grad_enabled()
@@ -115,7 +150,11 @@ def _logits(head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _token_losses(
-    student: torch.Tensor, teacher: torch.Tensor | None, labels: torch.Tensor, weights: LossWeights
+    student: torch.Tensor,
+    teacher: torch.Tensor | None,
+    labels: torch.Tensor,
+    weights: LossWeights,
+    top: TopTokens | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits (n, v), (n, v) and labels (n) to the weighted sum and the three sums."""
     heat, log_student = weights.temperature, F.log_softmax(student, -1)
@@ -127,6 +166,9 @@ def _token_losses(
         if heat != 1:
             log_student, log_teacher = (F.log_softmax(x / heat, -1) for x in (student, teacher))
         kl = F.kl_div(log_student, log_teacher, reduction="sum", log_target=True)
+    if top is not None:
+        kl = top.kl(F.log_softmax(student / heat, -1) if heat != 1 else log_student)
+        teacher_cross_entropy = -top.labels.sum()
     loss = weights.kl * heat**2 * kl + weights.cross_entropy * cross_entropy
     return loss, torch.stack([kl, cross_entropy, teacher_cross_entropy]).detach()
 

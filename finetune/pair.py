@@ -10,15 +10,9 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from bilinearize.finetune.data import IGNORE
-from bilinearize.finetune.losses import LossWeights, layer_errors, loss_sums
+from bilinearize.finetune.losses import LossWeights, TopTokens, layer_errors, loss_sums
 from bilinearize.finetune.riding import Homotopy
-from bilinearize.finetune.teacher import (
-    SeparateTeacher,
-    SharedTeacher,
-    decoder_layers,
-    head_of,
-    last_hidden,
-)
+from bilinearize.finetune.teacher import decoder_layers, head_of, last_hidden
 
 PARTS = ("kl", "cross_entropy", "teacher_cross_entropy", "hidden")
 
@@ -33,11 +27,12 @@ class StudentWithTeacher(nn.Module):
     def __init__(
         self,
         student: PreTrainedModel,
-        teacher: SharedTeacher | SeparateTeacher | None,
+        teacher: Any,
         weights: LossWeights,
         chunk: int,
         homotopy: Homotopy | None = None,
     ):
+        """`teacher` is one of teacher.py or cache.py, or None."""
         super().__init__()
         self.student = student
         self.teacher = teacher
@@ -52,6 +47,9 @@ class StudentWithTeacher(nn.Module):
         labels: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        teacher_values: torch.Tensor | None = None,
+        teacher_tokens: torch.Tensor | None = None,
+        teacher_labels: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """Sums over the positions whose next token counts.
 
@@ -59,6 +57,8 @@ class StudentWithTeacher(nn.Module):
             input_ids, labels: (batch, length); labels unshifted, -100 where a token does not count.
             attention_mask: (batch, length), 0 at padding.
             position_ids: (batch, length), beginning anew with each document; none runs on.
+            teacher_values, teacher_tokens, teacher_labels: (batch, length - 1, k) twice and (batch,
+                length - 1): what a cached teacher knows.
 
         Returns:
             `loss` (scalar), `parts` (one for each of `PARTS`, unweighted), `count` (scalar,
@@ -67,8 +67,11 @@ class StudentWithTeacher(nn.Module):
         counts = labels[:, 1:] != IGNORE
         options = {"attention_mask": attention_mask, "position_ids": position_ids}
         states: list[list[torch.Tensor]] = [[], [], []]
-        theirs = their_head = None
-        if self.teacher is not None and (self.weights.need_teacher or not self.training):
+        theirs = their_head = top = None
+        if teacher_values is not None and teacher_tokens is not None and teacher_labels is not None:
+            cached = teacher_values, teacher_tokens, teacher_labels
+            top = TopTokens(*(tensor[counts] for tensor in cached))
+        elif self.teacher is not None and (self.weights.need_teacher or not self.training):
             with torch.no_grad(), self.teacher.runs(self.student) as model:
                 with self._captured(model, states[0], states[1]):
                     theirs = last_hidden(model, input_ids, **options)[:, :-1][counts]
@@ -78,7 +81,9 @@ class StudentWithTeacher(nn.Module):
             hidden = last_hidden(self.student, input_ids, **options)[:, :-1][counts]
         labels = labels[:, 1:][counts]
         head = head_of(self.student)
-        loss, parts = loss_sums(hidden, head, labels, theirs, their_head, self.weights, self.chunk)
+        loss, parts = loss_sums(
+            hidden, head, labels, theirs, their_head, self.weights, self.chunk, top
+        )
         errors = loss.new_zeros(())
         if self.weights.hidden:
             scale, outputs = states[0], states[0 if self.weights.target == "state" else 1]

@@ -5,6 +5,7 @@
 Runs in one process, or in each process of `accelerate launch` or `torchrun`.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,8 +18,9 @@ from transformers import TrainingArguments
 
 from bilinearize.finetune import data, work
 from bilinearize.finetune.arguments import training_arguments
+from bilinearize.finetune.cache import CachedTeacher, CachedWindows, ensure_cache
 from bilinearize.finetune.config import FinetuneConfig
-from bilinearize.finetune.packing import pack_all
+from bilinearize.finetune.packing import DESCRIPTION, pack_all
 from bilinearize.finetune.pair import StudentWithTeacher
 from bilinearize.finetune.result import write_result, write_stage
 from bilinearize.finetune.stage import build_stage, finished_model
@@ -82,6 +84,8 @@ def finetune(student: str, teacher: str, out: Path, **settings: Any) -> Path:
             work.make_work(folder, *packed)
             packed = None
         processes.wait_for_everyone()
+        if isinstance(pair.teacher, CachedTeacher):
+            _ensure_cache(stage, folder, original)
         heading = f"Stage {number + 1} of {len(stages)}. " if len(stages) > 1 else ""
         processes.print(heading + described)
         trainer = _train(stage, pair, arguments[number], (done, counts[number]), processes)
@@ -117,11 +121,16 @@ def _train(
     """
     folder = Path(str(arguments.output_dir)).parent
     packed = folder.parent / work.DATA
+    windows = data.training_windows(packed, sum(span), stage.seed, span[0])
+    held_out = data.heldout_windows(packed)
+    if isinstance(pair.teacher, CachedTeacher):
+        windows = _cached(stage, folder.parent, windows, "training-")
+        held_out = held_out and _cached(stage, folder.parent, held_out, "heldout")
     trainer = RecoveryTrainer(
         pair,
         arguments,
-        data.training_windows(packed, sum(span), stage.seed, span[0]),
-        eval_dataset=data.heldout_windows(packed),
+        windows,
+        eval_dataset=held_out,
         keep_checkpoints=stage.keep_checkpoints,
         history=folder / work.HISTORY,
         rates=stage.rates,
@@ -139,6 +148,31 @@ def _train(
     if pair.homotopy is not None and pair.homotopy.t != 1:
         raise RuntimeError(f"the homotopy ended at t = {pair.homotopy.t}")
     return trainer
+
+
+def _cache_folder(stage: FinetuneConfig, work_folder: Path) -> Path:
+    return Path(stage.teacher_cache or work_folder / work.TEACHER).expanduser()
+
+
+def _cached(stage: FinetuneConfig, folder: Path, windows: data.Windows, kind: str) -> data.Windows:
+    """The windows with what the cached teacher knows; `kind` begins the names of their files."""
+    names = [name for name in data.packed_rows(folder / work.DATA) if name.startswith(kind)]
+    return CachedWindows(windows, _cache_folder(stage, folder), names, stage.top_k)
+
+
+def _ensure_cache(stage: FinetuneConfig, folder: Path, teacher: Path) -> None:
+    """Compute the cached teacher of these windows, or check that it is that."""
+    description = json.loads((folder / work.DATA / DESCRIPTION).read_text())
+    expected = {
+        "top_k": stage.top_k,
+        "temperature": stage.temperature,
+        "document_mask": stage.document_mask,
+        "teacher_sha256": data.checkpoint_sha256(teacher),
+        "data_sha256": [source["sha256"] for source in description["sources"]],
+        "heldout_sha256": description.get("heldout", {}).get("sha256"),
+    }
+    rows = data.packed_rows(folder / work.DATA)
+    ensure_cache(_cache_folder(stage, folder), rows, teacher, expected)
 
 
 def _arguments(config: FinetuneConfig, output: Path) -> TrainingArguments:

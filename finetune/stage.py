@@ -9,6 +9,7 @@ from torch import nn
 from transformers.activations import LinearActivation
 from transformers.modeling_utils import PreTrainedModel
 
+from bilinearize.finetune.cache import CachedTeacher
 from bilinearize.finetune.config import FinetuneConfig
 from bilinearize.finetune.groups import DESCRIBED, add_lora, free
 from bilinearize.finetune.losses import LossWeights
@@ -65,10 +66,11 @@ def build_stage(
     )
     original, note = None, None
     teach = weights.need_teacher or config.watches()
-    if teach or homotopy == "blend":
-        source = load_causal_lm(teacher)
-        note = _ride(config, model, source, homotopy == "blend", teach)
-        original = SeparateTeacher(source) if teach and note is not None else None
+    loaded = teach and config.teacher_mode != "cached"
+    if loaded or homotopy == "blend":
+        source = load_causal_lm(teacher, getattr(torch, config.teacher_dtype))
+        note = _ride(config, model, source, homotopy == "blend", loaded)
+        original = SeparateTeacher(source) if loaded and note is not None else None
     moving = _homotopy(config, homotopy, layers)
     if config.train == "lora":
         add_lora(model, config.lora_rank, config.seed)
@@ -76,7 +78,7 @@ def build_stage(
     if config.gradient_checkpointing:
         model.activation_checkpointing_enable()
     if teach and original is None:
-        original = SharedTeacher(model)
+        original = SharedTeacher(model) if loaded else CachedTeacher()
     pair = StudentWithTeacher(model, original, weights, config.kl_chunk, moving)
     return pair, _describe(config, pair, note)
 
@@ -96,7 +98,8 @@ def _ride(
         or not _equal(*(m.get_submodule(name) for m in (model, source)))
     ]
     note = ""
-    if config.train != "all" and config.teacher_mode == "auto":
+    same = config.teacher_mode == "auto" and config.teacher_dtype == "float32"
+    if config.train != "all" and same:
         note = first_difference(model, source, norms)
     shared = teach and note is None
     for layer, theirs in zip(decoder_layers(model), decoder_layers(source), strict=True):
@@ -105,7 +108,7 @@ def _ride(
         if shared or mixed:
             # A separate teacher keeps its own: no weight has two places.
             mlp = copy.deepcopy(theirs.mlp) if teach and not shared else theirs.mlp
-            layer.mlp = BlendedMLP(own, mlp) if mixed else Riding(own, mlp)
+            layer.mlp = BlendedMLP(own, mlp.float()) if mixed else Riding(own, mlp)
     for name in norms if shared else ():
         model.set_submodule(name, Riding(model.get_submodule(name), source.get_submodule(name)))
     return note

@@ -18,6 +18,7 @@ CHECKPOINTS = "checkpoints"
 HISTORY = "log.jsonl"
 RESULT = "result"
 DATA = "data"
+TEACHER = "teacher"
 
 
 def work_folder(out: Path) -> Path:

@@ -3,7 +3,7 @@
 `"kill_after": n` kills the process with SIGKILL when step n is done, `"kill_in_save": n` in the
 middle of writing the checkpoint of step n, `"kill_before_stage": n` when stage n - 1 is written;
 `"terminate_after": n` sends it SIGTERM when step n is done; `"interrupt_after": n` ends only that
-finetune. Steps count within a stage.
+finetune. Steps count within a stage, the first or that of `"kill_in_stage"`.
 """
 
 import json
@@ -16,7 +16,14 @@ from bilinearize.finetune.callbacks import HistoryFile
 from bilinearize.finetune.run import finetune
 from bilinearize.finetune.trainer import RecoveryTrainer
 
-EVENTS = ("kill_after", "kill_in_save", "kill_before_stage", "terminate_after", "interrupt_after")
+EVENTS = (
+    "kill_in_stage",
+    "kill_after",
+    "kill_in_save",
+    "kill_before_stage",
+    "terminate_after",
+    "interrupt_after",
+)
 
 
 class Interrupt(Exception):
@@ -26,8 +33,11 @@ class Interrupt(Exception):
 def plant(event: dict[str, int]) -> None:
     """Make the event happen in the next finetune."""
 
+    def here(args):
+        return f"stage-{event.get('kill_in_stage', 0)}" in str(args.output_dir)
+
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == event.get("kill_after"):
+        if state.global_step == event.get("kill_after") and here(args):
             os.kill(os.getpid(), signal.SIGKILL)
         if state.global_step == event.get("terminate_after"):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -35,7 +45,7 @@ def plant(event: dict[str, int]) -> None:
             raise Interrupt
 
     def _save_rng_state(self, output_dir):
-        if self.state.global_step == event.get("kill_in_save"):
+        if self.state.global_step == event.get("kill_in_save") and here(self.args):
             os.kill(os.getpid(), signal.SIGKILL)
         save_rng_state(self, output_dir)
 
@@ -52,10 +62,24 @@ def plant(event: dict[str, int]) -> None:
 write_stage = run.write_stage
 save_rng_state = RecoveryTrainer._save_rng_state
 
+
+def run_job(job: dict) -> None:
+    plant({name: job.pop(name) for name in EVENTS if name in job})
+    try:
+        finetune(**job)
+    except Interrupt:
+        print("interrupted", flush=True)
+
+
 if __name__ == "__main__":
-    for job in json.loads(sys.argv[1]):
-        plant({name: job.pop(name) for name in EVENTS if name in job})
-        try:
-            finetune(**job)
-        except Interrupt:
-            print("interrupted", flush=True)
+    jobs = json.loads(sys.argv[1])
+    for number, job in enumerate(jobs):
+        # Of several jobs, one that is to be killed runs in a child, which spares the imports.
+        if number + 1 < len(jobs) and any(name.startswith("kill") for name in job):
+            child = os.fork()
+            if child == 0:
+                run_job(job)
+                os._exit(0)
+            print("child:", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        else:
+            run_job(job)

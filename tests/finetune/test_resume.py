@@ -1,6 +1,7 @@
 """Runs that are killed and started again, and runs in two processes."""
 
 import json
+import random
 import shutil
 import signal
 
@@ -50,6 +51,33 @@ def test_killed_twice_ends_at_the_same_weights(
                 del entry[name]
     assert logs[0] == logs[1]
     assert [path.name for path in folder.iterdir()] == ["out"]
+
+
+def test_killed_at_five_moments_ends_at_the_same_weights(job, launch, weights, history, tmp_path):
+    """Among them while t is under way, while saving, between stages, and with LoRA factors."""
+    step = 32 * 4
+    stages = [
+        {"tokens": 10 * step, "homotopy": "blend", "homotopy_share": 0.8},
+        {"tokens": 6 * step, "train": "lora", "lora_rank": 2},
+        {"tokens": 4 * step, "loss": "lm", "train": "all", "learning_rate": 1e-3},
+    ]
+    run = job | {"stages": stages, "save_every": 2, "teacher_mode": "cached", "top_k": 20}
+    whole = finetune(**run, out=tmp_path / "whole")
+    draw = random.Random(0)
+    moments = [
+        {"kill_after": draw.choice([3, 5])},  # in the first stage, before the next save
+        {"kill_in_save": draw.choice([6, 8])},
+        {"kill_before_stage": 1},
+        {"kill_in_stage": 1, "kill_after": draw.choice([3, 5])},
+        {"kill_in_stage": 2, "kill_in_save": 2},
+    ]
+    run["out"] = tmp_path / "out"
+    status, output = launch(*(run | moment for moment in moments), run)
+    assert status == 0 and output.count(f"child: {-signal.SIGKILL}") == 5, output
+    assert output.count("Going on from") == 3  # not where a stage begins, nor after none was saved
+    assert equal(weights(tmp_path / "out"), weights(whole))
+    losses = [[entry["loss"] for entry in history(tmp_path / name)] for name in ("out", "whole")]
+    assert losses[0] == losses[1]
 
 
 def test_the_comparison_sees_a_forgotten_optimizer(job, killed, finished, weights, tmp_path):

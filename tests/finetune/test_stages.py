@@ -1,7 +1,6 @@
 """Stages one after the other, what trains in them, and the losses they have."""
 
 import json
-import signal
 
 import pytest
 import torch
@@ -54,30 +53,6 @@ def test_a_stage_begins_where_the_last_one_ended(staged, job, weights, history, 
     changed = {n for n, x in weights(out).items() if not torch.equal(x, weights(first)[n])}
     assert all(".mlp." in name or "norm" in name for name in changed)
     assert any("input_layernorm" in name for name in changed) and "model.norm.weight" in changed
-
-
-def test_killed_in_a_later_stage_ends_at_the_same_weights(
-    job, staged, launch, weights, history, tmp_path
-):
-    run = job | {"stages": STAGES, "out": tmp_path / "out", "save_every": 2}
-    status, output = launch(run | {"kill_after": 5})  # of the second stage: mid-blend
-    assert status == -signal.SIGKILL, output
-    assert (tmp_path / "out.work" / "stage-0" / "result").is_dir()
-    finetune(**run)
-    ours, theirs = weights(tmp_path / "out"), weights(staged)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    entries = [history(folder) for folder in (tmp_path / "out", staged)]
-    assert [e["loss"] for e in entries[0]] == [e["loss"] for e in entries[1]]
-
-
-def test_killed_between_stages_goes_on(job, staged, launch, weights, tmp_path):
-    run = job | {"stages": STAGES, "out": tmp_path / "out"}
-    status, output = launch(run | {"kill_before_stage": 2})
-    assert status == -signal.SIGKILL, output
-    assert not (tmp_path / "out.work" / "stage-2").exists()
-    finetune(**run)
-    assert all(torch.equal(x, weights(staged)[n]) for n, x in weights(tmp_path / "out").items())
 
 
 @pytest.mark.parametrize(
@@ -190,15 +165,6 @@ def test_lora_trains_beside_a_shared_teacher_and_is_merged(
         theirs = teacher(IDS).logits
     assert torch.allclose(theirs, load_causal_lm(pico_llama)(IDS).logits, atol=1e-5)
     assert not torch.allclose(pair.student(IDS).logits, theirs, atol=0.1)
-
-
-def test_killed_with_lora_ends_at_the_same_weights(job, launch, weights, tmp_path):
-    run = job | {"train": "lora", "lora_rank": 2}
-    whole = finetune(**run, out=tmp_path / "whole")
-    status, output = launch(run | {"out": tmp_path / "out", "kill_after": 6})
-    assert status == -signal.SIGKILL, output
-    out = finetune(**run, out=tmp_path / "out")
-    assert all(torch.equal(x, weights(whole)[n]) for n, x in weights(out).items())
 
 
 def test_the_control_is_the_teacher_finetuned_alike(job, pico_llama, weights, history, tmp_path):
