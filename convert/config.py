@@ -50,6 +50,20 @@ class ConvertConfig:
 
 
 @dataclass
+class ExportConfig:
+    """How a converted checkpoint is written otherwise, the same function."""
+
+    format: Literal["stock", "squares", "canonical"] = "stock"
+    """stock: the family's own class (or the nearest with biases in its MLP), no custom code;
+    squares: each product as a difference of two squares; canonical: one form for all gauge copies,
+    so that two checkpoints can be compared."""
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of the written weights: auto keeps the source's."""
+    max_shard_size: str = "5GB"
+    """Largest safetensors file to write."""
+
+
+@dataclass
 class ScanConfig:
     """What each layer costs when it alone is converted."""
 

@@ -95,7 +95,7 @@ def convert(
         record["parameters"] = writer.parameters
         writer.finish()
         checkpoint.carry_files(model.folder, partial)
-        shutil.copyfile(module_file(model), partial / f"{model.family.module}.py")
+        shutil.copyfile(model.family.path, partial / f"{model.family.module}.py")
         record["seconds"] = round(time.monotonic() - started, 1)
         record["versions"] = versions()
         (partial / "bilinearize.json").write_text(json.dumps(record, indent=2) + "\n")
@@ -196,15 +196,6 @@ def converted_config(
 def one_if_equal(values: list):
     """The value that all entries have, else the list."""
     return values[0] if all(value == values[0] for value in values) else values
-
-
-def module_file(model: Source) -> str:
-    """Path of the self-contained file that travels with the checkpoint."""
-    import importlib
-
-    file = importlib.import_module(model.family.config.__module__).__file__
-    assert file is not None
-    return file
 
 
 def snapshot_commit(folder: Path) -> str | None:

@@ -24,10 +24,9 @@ from bilinearize.model.modeling_bilinear import BilinearMLP
 HELDOUT = 4
 HELDOUT_TOKENS = 8192
 TOKENS_PER_BATCH = 4096
-# Tokens, for each slot, that the joint gate fit reads (it has a whole output vector a token for two
-# unknowns a slot), and that a round reads whose down_proj only serves the next round's gates.
-GATE_TOKENS = 2
-ROUND_TOKENS = 4
+# Fitted tokens, for each slot, that the gates read (the joint fit has a whole output vector a token
+# for two unknowns a slot), and a round whose down_proj only serves the next round's gates.
+SAMPLE = 4
 
 
 class States:
@@ -48,6 +47,19 @@ def heldout_windows(windows: torch.Tensor) -> torch.Tensor:
     """Which windows (windows, window) are kept from the fit: bool (windows), one at least."""
     every = min(len(windows), max(HELDOUT, windows.numel() // HELDOUT_TOKENS))
     return torch.arange(len(windows)) % every == every - 1
+
+
+def sample_mask(shape: tuple[int, int], fitted: int, tokens: int) -> torch.Tensor:
+    """Some `tokens` tokens of the first `fitted` windows at random: bool (windows, window).
+
+    At random, since every n-th token of each window would take too many of the first ones, where
+    models keep their massive activations.
+    """
+    count = fitted * shape[1]
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask.view(-1)[order[: min(tokens, count)]] = True
+    return mask
 
 
 class _Capture(nn.Module):
@@ -142,25 +154,34 @@ class Stream:
         """Move the student past the attention; returns each slot's slope and intercept, (2, m)."""
         mlp = layer.mlp
         sums = AffineSums(mlp.gate_proj.out_features, self.device)
-        stride = self.stride(ROUND_TOKENS * mlp.gate_proj.out_features)
+        mask = self._mask(mlp.gate_proj.out_features)
         for batch in self._until_mlp(layer, self.student):
             self.student[batch.rows] = batch.residual.cpu()
             self.inputs[batch.rows] = batch.mlp_input.cpu()
             gate, up = mlp.gate_proj(batch.mlp_input), mlp.up_proj(batch.mlp_input)
             gated = mlp.act_fn(gate) * up
-            self.targets[batch.rows] = mlp.down_proj(gated).cpu()
-            if not batch.heldout:
-                weight = self.weight[batch.rows].to(self.device)
-                sums.add(*(part[:, ::stride].flatten(0, 1) for part in (gate, up, gated, weight)))
+            target = mlp.down_proj(gated)
+            self.targets[batch.rows] = target.cpu()
+            # Where the student's state makes the MLP write much more than the teacher's does (a
+            # massive activation in the wrong place), one token would count for thousands.
+            weight = self.weight[batch.rows].to(self.device)
+            weight = (weight.reciprocal() + _power(target)).reciprocal()
+            self.weight[batch.rows] = weight.cpu()
+            picked = mask[batch.rows]
+            sums.add(*(part[picked.to(self.device)] for part in (gate, up, gated, weight)))
         return sums.solve()
 
-    def stride(self, tokens: int) -> int:
-        """Every how manieth token to read so that some `tokens` of the fitted ones are."""
-        return max(1, self.fitted_rows * self.teacher.shape[1] // max(1, tokens))
+    def _mask(self, slots: int) -> torch.Tensor:
+        """The sample of fitted tokens for so many slots, bool (windows, window)."""
+        shape = (len(self.inputs), self.inputs.shape[1])
+        return sample_mask(shape, self.fitted_rows, SAMPLE * slots)
 
-    def _rows(self, part: torch.Tensor, rows: slice, stride: int = 1) -> torch.Tensor:
-        """Every `stride`-th token of some windows, (tokens, features), on the device."""
-        return part[rows, ::stride].to(self.device).flatten(0, 1)
+    def _tokens(self, rows: slice, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Input, target, weight of windows' tokens, or of those in `mask`: (tokens, features)."""
+        parts = [part[rows] for part in (self.inputs, self.targets, self.weight)]
+        if mask is None:
+            return [part.flatten(0, 1).to(self.device) for part in parts]
+        return [part[mask[rows]].to(self.device) for part in parts]
 
     def gate_sums(self, mlp: Any, terms: int, block: BilinearMLP | None = None) -> GateSums:
         """Sums for fitting all slots' first `terms` coefficients together towards `mlp`.
@@ -170,12 +191,9 @@ class Stream:
         """
         down = mlp.down_proj
         sums = GateSums(down.in_features, terms, down.out_features, self.device)
-        stride = self.stride(GATE_TOKENS * down.in_features)
-        for rows, heldout in self._batches():
-            if heldout:
-                continue
-            parts = (self.inputs, self.targets, self.weight)
-            x, target, weight = (self._rows(part, rows, stride) for part in parts)
+        mask = self._mask(down.in_features)
+        for rows, _ in self._batches():
+            x, target, weight = self._tokens(rows, mask)
             features = term_features(mlp.gate_proj(x), mlp.up_proj(x), terms)
             if block is not None:
                 _, slope = value_and_slope(block.act_fn, block.scores(x))
@@ -189,8 +207,7 @@ class Stream:
         left = energy = 0.0
         for rows, heldout in self._batches():
             if heldout:
-                parts = (self.inputs, self.targets, self.weight)
-                x, target, weight = (self._rows(part, rows) for part in parts)
+                x, target, weight = self._tokens(rows)
                 left += ((block(x) - target).square() * weight).double().sum().item()
                 energy += (target.square() * weight).double().sum().item()
         return left / max(energy, 1e-300)
@@ -206,11 +223,9 @@ class Stream:
         down = block.down_proj
         features = down.in_features + (block.gate_proj.in_features if skip else 0)
         sums = [LinearSums(features, down.out_features, self.device) for _ in range(2)]
-        fewer = self.stride(ROUND_TOKENS * features) if light else 1
+        mask = self._mask(features) if light else None
         for rows, heldout in self._batches():
-            stride = 1 if heldout else fewer
-            parts = (self.inputs, self.targets, self.weight)
-            x, target, weight = (self._rows(part, rows, stride) for part in parts)
+            x, target, weight = self._tokens(rows, None if heldout else mask)
             found = block.features(x)
             residual = target - down(found)
             sums[heldout].add(torch.cat([found, x], 1) if skip else found, residual, target, weight)

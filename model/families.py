@@ -1,6 +1,7 @@
 """The families that can be converted, and their registration with the Auto classes."""
 
 from dataclasses import dataclass
+from importlib import import_module
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
@@ -27,6 +28,13 @@ class Family:
     def module(self) -> str:
         """Name of the self-contained file, without `.py`."""
         return self.config.__module__.rpartition(".")[2]
+
+    @property
+    def path(self) -> str:
+        """Where the self-contained file is."""
+        file = import_module(self.config.__module__).__file__
+        assert file is not None
+        return file
 
     @property
     def auto_map(self) -> dict[str, str]:

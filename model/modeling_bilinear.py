@@ -19,7 +19,7 @@ from huggingface_hub.dataclasses import strict
 from torch import nn
 from transformers.activations import ACT2FN
 
-FORMS = ("bilinear", "gated")
+FORMS = ("bilinear", "gated", "squares")
 # How the block's matrices are cut for tensor parallelism: a slot's factors are never separated.
 TP_PLAN = {
     "layers.*.mlp.gate_proj": "colwise",
@@ -98,8 +98,10 @@ class BilinearConfig:
 
     Args:
         bilinear_form: `"bilinear"`, `sigma(sum_s (q_s x + b_s)(k_s x + c_s))`, or `"gated"`, the
-            source's own `act(q x) * (k x)`.
-        bilinear_rank: number of products summed in one slot's score, at least 1; 1 for `gated`.
+            source's own `act(q x) * (k x)`, or `"squares"`, `(k x + c)^2`, the sign of each square
+            in its value.
+        bilinear_rank: number of products summed in one slot's score, at least 1; 1 for `gated` and
+            `squares`.
         bilinear_activation: sigma, a key of transformers' `ACT2FN`, or `"identity"`. Only with
             `"identity"` is the block a polynomial (of degree 2).
         bilinear_bias: whether `gate_proj`, `up_proj` and `down_proj` have biases.
@@ -144,8 +146,10 @@ def check_block(
         raise ValueError(f"bilinear_form is {form!r}; use one of {', '.join(FORMS)}.")
     if rank < 1:
         raise ValueError(f"bilinear_rank is {rank}; use 1 or more.")
-    if form == "gated" and rank != 1:
-        raise ValueError(f"bilinear_rank is {rank}; a gated layer has rank 1.")
+    if form != "bilinear" and rank != 1:
+        raise ValueError(f"bilinear_rank is {rank}; a {form} layer has rank 1.")
+    if form == "squares" and activation != "identity":
+        raise ValueError(f"bilinear_activation is {activation!r}; squares have the identity.")
     if activation != "identity" and activation not in ACT2FN:
         raise ValueError(
             f"bilinear_activation is {activation!r}; use identity or one of {', '.join(ACT2FN)}."
@@ -159,6 +163,7 @@ class BilinearMLP(nn.Module):
 
         score_j(x) = sum_s (q_js x + b_js)(k_js x + c_js)        form "bilinear"
         score_j(x) = act(q_j x + b_j)(k_j x + c_j), sigma = id   form "gated" (the source's own)
+        score_j(x) = (k_j x + c_j)^2, sigma = id                 form "squares" (no gate_proj)
 
     The weights keep the names of the gated MLP: `gate_proj` holds q, `up_proj` k (rank factors of
     one slot adjacent: row `j * rank + s`), `down_proj` the slots' values. At rank 1 with the
@@ -187,7 +192,8 @@ class BilinearMLP(nn.Module):
         self.rank = rank
         self.activation = activation
         self.act_fn = ACT2FN["linear" if activation == "identity" else activation]
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size * rank, bias=bias)
+        if form != "squares":
+            self.gate_proj = nn.Linear(hidden_size, intermediate_size * rank, bias=bias)
         self.up_proj = nn.Linear(hidden_size, intermediate_size * rank, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
@@ -195,6 +201,8 @@ class BilinearMLP(nn.Module):
         """Each slot's score, before sigma: (..., hidden_size) to (..., intermediate_size)."""
         if self.form == "gated":
             return self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        if self.form == "squares":
+            return self.up_proj(x).square()
         score = self.gate_proj(x) * self.up_proj(x)
         return score.unflatten(-1, (-1, self.rank)).sum(-1) if self.rank > 1 else score
 

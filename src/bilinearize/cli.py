@@ -14,7 +14,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 
 from bilinearize import __version__
-from bilinearize.convert.config import ConvertConfig, ScanConfig
+from bilinearize.convert.config import ConvertConfig, ExportConfig, ScanConfig
 from bilinearize.eval.config import EvalConfig
 from bilinearize.finetune.config import FinetuneConfig
 from bilinearize.interpret import config as interpret_config
@@ -58,6 +58,14 @@ def run_scan(args: Namespace) -> None:
 
     result = scan(args.source, Path(args.out), **args_of(args, ScanConfig))
     print(f"{format_table(result)}\nWrote {args.out}")
+
+
+def run_export(args: Namespace) -> None:
+    """`bilinearize export`."""
+    from bilinearize.convert.export import export
+
+    record = export(args.folder, Path(args.out), **args_of(args, ExportConfig))
+    print(f"{args.out}: {args.folder} as {record['note']} ({record['class']})")
 
 
 def run_finetune(args: Namespace) -> None:
@@ -249,6 +257,10 @@ def build_parser() -> ArgumentParser:
     sub.add_argument("source", help="Folder, hub id or .gguf file of the original model.")
     sub.add_argument("out", help="Folder for the report; must not exist.")
     sub.add_class_arguments(ScanConfig)
+    sub = command("export", "Write a converted model otherwise: stock classes, signed squares.")
+    sub.add_argument("folder", help="Folder of the converted model.")
+    sub.add_argument("out", help="Folder to write; must not exist.")
+    sub.add_class_arguments(ExportConfig)
     sub = command("finetune", "Train a converted model back towards its teacher.")
     sub.add_argument("student", help="Folder of the converted model.")
     sub.add_argument("out", help="Folder to write; must not exist.")

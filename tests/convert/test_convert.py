@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from bilinearize import InputError
 from bilinearize.convert.fit import GATE_RIDGE
 from bilinearize.convert.run import convert
-from bilinearize.convert.stream import GATE_TOKENS, HELDOUT, ROUND_TOKENS
+from bilinearize.convert.stream import HELDOUT, SAMPLE, sample_mask
 from bilinearize.model.checkpoint import load_causal_lm
 from bilinearize.model.text import pack_windows, read_documents
 
@@ -90,8 +90,11 @@ def reference_refit(folder, text, ridges):
     teacher = model.model.embed_tokens(windows)
     student = teacher.clone()
     rotary = model.model.rotary_emb(teacher, torch.arange(WINDOW)[None])
-    count, slots = int(fitted.sum()) * WINDOW, 64
-    few, fewer = count // (ROUND_TOKENS * slots), count // (GATE_TOKENS * slots)
+    # The converter puts the held-out windows last, then draws its sample.
+    order = torch.cat([torch.where(fitted)[0], torch.where(~fitted)[0]])
+    shape = (len(windows), WINDOW)
+    some = torch.zeros(shape, dtype=torch.bool)
+    some[order] = sample_mask(shape, int(fitted.sum()), SAMPLE * 64)
     found = []
     for layer, rounds in zip(model.model.layers, ridges, strict=True):
         mlp = layer.mlp
@@ -106,25 +109,24 @@ def reference_refit(folder, text, ridges):
         update = mlp(layer.post_attention_layernorm(middle))
         teacher = middle + update
         power = teacher.square().mean(-1, keepdim=True) + update.square().mean(-1, keepdim=True)
-        root = power.rsqrt()
         student = attend(student)
         x = layer.post_attention_layernorm(student)
         g, u = mlp.gate_proj(x), mlp.up_proj(x)
         exact = torch.nn.functional.silu(g) * u
-        some = [part[fitted, ::few].flatten(0, 1) for part in (g, u, exact, root)]
-        gates = reference_gates(*some)
-        subset = [part[fitted, ::fewer].flatten(0, 1) for part in (g, u, mlp(x), root)]
+        root = (power + mlp(x).square().mean(-1, keepdim=True)).rsqrt()
+        gates = reference_gates(*(part[some] for part in (g, u, exact, root)))
+        subset = [part[some] for part in (g, u, mlp(x), root)]
         new_down, bias = down, torch.zeros(len(down)).double()
         for number, ridge in enumerate(rounds, 1):
             last = number == len(rounds)
-            which, stride = (torch.ones_like(fitted), 1) if last else (fitted, few)
+            which = torch.ones_like(some) if last else some
             gates = reference_joint_gates(
                 subset[0], subset[1], subset[2] - bias, subset[3], new_down, gates
             )
             features = (gates[0] * g + gates[1]) * u
             ones = torch.cat([features, torch.ones_like(root)], -1) * root
             residual = (exact - features) @ down.T * root
-            used = [part[which, ::stride].flatten(0, 1) for part in (ones, residual)]
+            used = [part[which] for part in (ones, residual)]
             correction = ridge_lstsq(*used, ridge)
             new_down, bias = down + correction[:-1].T, correction[-1]
         student = student + features @ new_down.T + bias
