@@ -185,7 +185,8 @@ def score_windows(
     bar = tqdm(total=len(windows), desc=name, unit="window", file=sys.stderr, disable=quiet)
     with bar:
         for batch in same_shape(windows, batch_size):
-            where = [f"window {number + row} of {total}" for row in range(1, len(batch) + 1)]
+            place = f"of {total}" + (f" in {name}" if name else " that were written")
+            where = [f"window {number + row} {place}" for row in range(1, len(batch) + 1)]
             _score_batch(done, scorer, teacher, candidates, batch, where)
             number += len(batch)
             bar.update(len(batch))

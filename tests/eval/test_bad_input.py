@@ -157,7 +157,7 @@ def test_logits_that_are_not_finite(
     for file in (tmp_path / "broken").iterdir():
         file.replace(broken / file.name)
     candidates = {"half": half, "broken": broken}
-    match = f"broken, window 3 of {len(windows)}: the logits are not finite"
+    match = f"broken, window 3 of {len(windows)} in documents: the logits are not finite"
     refuse(match, tmp_path, pico_llama, candidates, documents_file, batch_size=batch_size)
     match = f"the teacher, window 3 of {len(windows)}"
     refuse(match, tmp_path, broken, {"half": half}, documents_file, batch_size=batch_size)
