@@ -89,10 +89,9 @@ def evaluate(
         "tasks": None if questions is None else questions.facts,
     }
     result = _assemble(facts, setup, sources, whole, each, passes, texts | {"tasks": scores})
+    together(lambda: write_report(out, result) if state.is_main_process else None)
     if state.is_main_process:
-        write_report(out, result)
         print(f"{format_table(result)}\n\n{format_protocol(result)}\nWrote {out}")
-    state.wait_for_everyone()
     return result
 
 

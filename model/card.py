@@ -42,6 +42,15 @@ from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 ```"""
+STOCK_LOADING = """\
+It is a class that transformers has, so no custom code is needed:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```"""
 LIMITS = """\
 Softmax and RMSNorm are as they were, so the model as a whole is no polynomial. It inherits the \
 limits and biases of the model that it was made from, and was measured on the text named here \
@@ -75,6 +84,8 @@ class Records:
     """`bilinearize.json`."""
     trained: dict | None
     """`finetune.json`, where it was finetuned."""
+    exported: dict | None = None
+    """`export.json`, where it was written in another form."""
 
 
 def read_records(folder: Path) -> Records:
@@ -87,10 +98,18 @@ def read_records(folder: Path) -> Records:
         raise InputError(
             f"{folder}: no bilinearize.json; name a folder that convert or finetune wrote."
         )
-    trained = read_json(folder / "finetune.json") if (folder / "finetune.json").is_file() else None
+    found = {
+        name: read_json(folder / name) if (folder / name).is_file() else None
+        for name in ("config.json", "finetune.json", "export.json")
+    }
     # While a conversion is written its config.json comes last.
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    return Records(folder, config, read_json(folder / "bilinearize.json"), trained)
+    return Records(
+        folder,
+        found["config.json"] or {},
+        read_json(folder / "bilinearize.json"),
+        found["finetune.json"],
+        found["export.json"],
+    )
 
 
 def read_json(path: Path) -> dict:
@@ -148,7 +167,18 @@ def metadata_of(records: Records, license_name: str | None) -> dict[str, Any]:
         found |= {"base_model": [made["source"]], "base_model_relation": "finetune"}
     if named:
         found["datasets"] = sorted(named)
-    return found | {"tags": ["bilinearize", "bilinear", "bilinear-mlp", "custom_code"]}
+    custom = ["custom_code"] if is_custom(records) else []
+    return found | {"tags": ["bilinearize", "bilinear", "bilinear-mlp", *custom]}
+
+
+def is_custom(records: Records) -> bool:
+    """Whether it needs our class to load: all but a stock export."""
+    return (records.exported or {}).get("format") != "stock"
+
+
+def describe_loading(records: Records, name: str) -> str:
+    """How to load it from `name`, a folder or hub id."""
+    return (LOADING if is_custom(records) else STOCK_LOADING).format(name=name)
 
 
 def format_front(metadata: dict[str, Any]) -> str:
@@ -167,7 +197,7 @@ def write_card(folder: Path) -> None:
     metadata = metadata_of(records, records.made.get("license"))
     parts = [format_front(metadata), f"# {source}, bilinear MLPs", describe_change(records)]
     parts += describe_making(records)
-    parts += ["## Loading", LOADING.format(name="FOLDER"), "## Limits"]
+    parts += ["## Loading", describe_loading(records, "FOLDER"), "## Limits"]
     parts += [LIMITS] if records.trained else [UNMEASURED, LIMITS]
     parts += ["## Citation", CITATIONS]
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -183,7 +213,8 @@ def describe_change(records: Records, before: int | None = None) -> str:
     revision = f" at revision `{made['revision']}`" if made.get("revision") else ""
     layers = made["layers"]
     converted = sum(layer.get("form", "bilinear") != "gated" for layer in layers)
-    grown = made["parameters"]
+    exported = records.exported
+    grown = made["parameters"] if exported is None else exported["parameters"]
     size = f"{grown:,} parameters" + (f", {before:,} before" if before else "")
     return (
         f"`{source_name(made)}`{revision} with the gated MLPs of {converted} of its {len(layers)} "
@@ -191,7 +222,7 @@ def describe_change(records: Records, before: int | None = None) -> str:
         f"bilinearize {made['versions']['bilinearize']}. Form `{made['form']}`, rank "
         f"{made['rank']}, {made.get('expand', 1)} slots for each of the source's, activation "
         f"`{made['activation']}`; {size}."
-    )
+    ) + ("" if exported is None else f" Written as {exported['note']} (`{exported['class']}`).")
 
 
 def describe_making(records: Records) -> list[str]:

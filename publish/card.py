@@ -54,7 +54,7 @@ def format_card(plan: Plan, repo: str, license_name: str) -> str:
     parts = [card.format_front(metadata), f"# {repo.rpartition('/')[2]}"]
     parts += [card.describe_change(records, before), "## Results", *results]
     parts += card.describe_making(records)
-    parts += ["## Loading", card.LOADING.format(name=repo), "## Limits", card.LIMITS]
+    parts += ["## Loading", card.describe_loading(records, repo), "## Limits", card.LIMITS]
     parts += ["## Licence", f"`{license_name}`; the source's terms hold for what is made of it."]
     parts += ["## Citation", card.CITATIONS]
     return "\n\n".join(parts) + "\n"

@@ -15,11 +15,11 @@ from bilinearize.model.errors import InputError
 # Of a checkpoint folder these go up; all else is listed as left out.
 PATTERNS = (
     *("config.json", "*.safetensors", "*.safetensors.index.json", "modeling_*.py"),
-    *("bilinearize.json", "finetune.json", "log.jsonl"),
+    *("bilinearize.json", "finetune.json", "export.json", "log.jsonl"),
     *CARRIED,
 )
 # Our own records name local paths; what is published keeps their last part.
-RECORDS = ("bilinearize.json", "finetune.json", "eval.json")
+RECORDS = ("bilinearize.json", "finetune.json", "export.json", "eval.json")
 PATH_KEYS = ("source", "text", "path", "folder", "student", "teacher")
 SCHEMA = 2
 

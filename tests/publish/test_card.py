@@ -9,6 +9,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from bilinearize import InputError
+from bilinearize.convert.export import export
 from bilinearize.model import card
 from bilinearize.publish.card import choose_license, format_card
 from bilinearize.publish.plan import cut_paths, plan_upload
@@ -136,6 +137,17 @@ def test_licences_are_read_from_a_card(content, found, tmp_path):
     assert card.read_license(tmp_path) is None
     (tmp_path / "README.md").write_text(content)
     assert card.read_license(tmp_path) == found
+
+
+def test_a_stock_export_loads_without_custom_code(finished, tmp_path):
+    export(str(finished / "finetuned"), tmp_path / "stock", format="stock")
+    stock = plan_upload(tmp_path / "stock", None)
+    text = format_card(stock, "me/stock", "mit")
+    assert "no custom code is needed" in text and "trust_remote_code" not in text
+    assert "custom_code" not in text.partition("\n---")[0]
+    assert f"(`{stock.records.exported['class']}`)" in text
+    assert f"{stock.records.exported['parameters']:,} parameters" in text
+    assert "export.json" in stock.files and not [f for f in stock.files if f.endswith(".py")]
 
 
 def test_an_unknown_licence_is_asked_for(plan, tmp_path):
