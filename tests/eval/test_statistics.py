@@ -42,6 +42,17 @@ def test_the_interval_covers_the_truth(windows, dependence):
     assert 0.92 <= held / runs <= 0.98
 
 
+@pytest.mark.parametrize("windows", [20, 60])
+def test_the_interval_covers_where_few_windows_stand_out(windows):
+    generator = np.random.default_rng(3)
+    runs, held = 2000, 0
+    for seed in range(runs):
+        gap = generator.exponential(1.0, (windows, 1))  # skewness 2
+        low, high = bootstrap_intervals(gap, np.ones(windows), samples=200, seed=seed).interval(0)
+        held += low <= 1 <= high
+    assert 0.92 <= held / runs <= 0.98
+
+
 def test_slices_are_combined_without_their_difference():
     generator = np.random.default_rng(5)
     rows = [generator.normal(mean, 1, (60, 1)) for mean in (0.0, 10.0)]
