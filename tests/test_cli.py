@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from bilinearize import InputError
-from bilinearize.cli import build_parser, main
+from bilinearize.cli import build_parser, main, spell_out
 from bilinearize.model.checkpoint import load_causal_lm
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +37,7 @@ def test_bad_input_is_one_line_and_status_2(capsys, pico_llama, text_file, tmp_p
     (tmp_path / "worse.yaml").write_text("source: [a\n")
     cases = [
         (("convert", pico_llama, out, "--methud", "refit"), "--methud"),
-        (("convert", pico_llama, out, "--method", "magic"), "'refit', 'affine'"),
+        (("convert", pico_llama, out, "--method", "magic"), "'affine', 'taylor'"),
         (("convert", pico_llama, out), "--text"),
         (("convert", tmp_path / "none", out, "--text", text_file), "no such checkpoint folder"),
         (("run", tmp_path / "bad.yaml"), "methud"),
@@ -62,6 +62,9 @@ def test_bad_input_is_one_line_and_status_2(capsys, pico_llama, text_file, tmp_p
             ("eval", pico_llama, pico_llama, "--out", out, "--text", tmp_path / "none.txt"),
             "none.txt",
         ),
+        (("eval", pico_llama, pico_llama, "--out", out), "no text to evaluate on"),
+        (("compare", tmp_path, "--out", out), "no eval.json"),
+        (("push", tmp_path, "me/x"), "neither a checkpoint"),
         ((), "command"),
     ]
     for argv, named in cases:
@@ -121,6 +124,16 @@ def test_changed_settings_are_refused_by_name(run_folder, capsys):
     assert "finetune.learning_rate changed since finetuned, eval" in line
     line = error_line(capsys, "run", path, "--convert.tokens", "512")
     assert "convert.tokens" in line and "converted" in line
+
+
+def test_switches_need_no_value_and_hyphens_are_taken():
+    words = spell_out(["push", "a-b", "me/c-d", "--dry-run", "--private", "false", "--message=x-y"])
+    assert words == [
+        *("push", "a-b", "me/c-d", "--dry_run", "true"),
+        *("--private", "false", "--message=x-y"),
+    ]
+    assert spell_out(["--push_options.private"]) == ["--push_options.private", "true"]
+    assert spell_out(["--kl-weight", "0.5"]) == ["--kl_weight", "0.5"]
 
 
 def test_every_shipped_yaml_parses():
