@@ -133,6 +133,7 @@ def test_switches_need_no_value_and_hyphens_are_taken():
         *("--private", "false", "--message=x-y"),
     ]
     assert spell_out(["--push_options.private"]) == ["--push_options.private", "true"]
+    assert spell_out(["--text.my-text", "x"]) == ["--text.my-text", "x"]
     assert spell_out(["--kl-weight", "0.5"]) == ["--kl_weight", "0.5"]
 
 

@@ -185,7 +185,8 @@ def check_yaml(argv: list[str]) -> None:
             raise InputError(f"{value}: holds no keys; write one `key: value` a line.")
 
 
-CONFIGS = (ConvertConfig, ScanConfig, FinetuneConfig, EvalConfig, PushConfig)
+CONFIGS = (ConvertConfig, ScanConfig, FinetuneConfig, EvalConfig, PushConfig, RunConfig)
+OPTIONS = {f.name for kind in CONFIGS for f in fields(kind)}
 SWITCHES = {f.name for kind in CONFIGS for f in fields(kind) if f.type is bool}
 
 
@@ -196,11 +197,13 @@ def spell_out(argv: list[str]) -> list[str]:
         if not word.startswith("--"):
             words.append(word)
             continue
-        name, equals, value = word.partition("=")
-        name = name.replace("-", "_").replace("__", "--", 1)
-        words.append(name + equals + value)
+        name, equals, value = word.removeprefix("--").partition("=")
+        parts = [part.replace("-", "_") for part in name.split(".")]
+        # Other parts are names that the user gave, such as those of slices.
+        parts = [a if a in OPTIONS else b for a, b in zip(parts, name.split("."), strict=True)]
+        words.append("--" + ".".join(parts) + equals + value)
         following = argv[index + 1 : index + 2]
-        if name.rpartition(".")[2].lstrip("-") in SWITCHES and not equals:
+        if parts[-1] in SWITCHES and not equals:
             if not following or following[0].lower() not in ("true", "false", "yes", "no"):
                 words.append("true")
     return words
