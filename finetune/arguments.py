@@ -4,11 +4,16 @@ import os
 from pathlib import Path
 
 import torch
+from accelerate import DistributedType, PartialState
 from transformers import TrainingArguments
 
 from bilinearize.model.errors import InputError
 
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
+
+
+def _cpu_forced() -> bool:
+    return os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
 
 
 def training_arguments(
@@ -40,8 +45,7 @@ def training_arguments(
     Raises:
         InputError: if this process sees several GPUs.
     """
-    forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    on_cpu = forced or not torch.accelerator.is_available()
+    on_cpu = _cpu_forced() or not torch.accelerator.is_available()
     arguments = TrainingArguments(
         output_dir=str(output),
         learning_rate=learning_rate,
@@ -70,9 +74,21 @@ def training_arguments(
         average_tokens_across_devices=True,
         report_to=report_to or "none",
     )
+    _let_cpus_shard()
     if arguments.n_gpu > 1:
         raise InputError(
             f"{arguments.n_gpu} GPUs in one process; start one process per GPU with "
             "`accelerate launch`, or show only one by CUDA_VISIBLE_DEVICES."
         )
     return arguments
+
+
+def _let_cpus_shard() -> None:
+    """Let accelerate shard by FSDP2 on CPUs too, if its environment asks for FSDP.
+
+    accelerate 1.15 does so on accelerators only; torch's `fully_shard` works over gloo as well.
+    """
+    state = PartialState()
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if asked and state.distributed_type == DistributedType.MULTI_CPU:
+        state.distributed_type = DistributedType.MULTI_GPU

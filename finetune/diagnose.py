@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from bilinearize.finetune.groups import groups_of
+from bilinearize.finetune.shards import full, local
 from bilinearize.finetune.teacher import decoder_layers
 
 
@@ -22,8 +22,7 @@ def group_norms(student: PreTrainedModel) -> dict[str, float]:
     for name, parameter in student.named_parameters():
         if parameter.grad is not None and parameter.requires_grad:
             square = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32) ** 2
-            square = square.full_tensor() if isinstance(square, DTensor) else square
-            squares[groups[name]] = squares.get(groups[name], 0) + square
+            squares[groups[name]] = squares.get(groups[name], 0) + full(square)
     return {group: square.sqrt().item() for group, square in sorted(squares.items())}
 
 
@@ -37,7 +36,7 @@ def memory_gib() -> float:
 
 def not_finite(tensors: dict[str, torch.Tensor], accelerator: Any) -> str | None:
     """The first tensor of any process with an entry that is not finite, or None."""
-    names = [name for name, tensor in tensors.items() if not tensor.isfinite().all()][:1]
+    names = [name for name, tensor in tensors.items() if not local(tensor).isfinite().all()][:1]
     found = gather_object(names) if accelerator.num_processes > 1 else names
     return found[0] if found else None
 

@@ -40,6 +40,7 @@ class StudentWithTeacher(nn.Module):
         self.chunk = chunk
         self.homotopy = homotopy
         self.config = copy.deepcopy(student.config)  # Trainer changes `use_cache` in it
+        self._no_split_modules = student._no_split_modules  # what FSDP shards one by one
 
     def forward(
         self,

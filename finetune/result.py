@@ -95,7 +95,7 @@ def stage_record(trainer: RecoveryTrainer) -> dict[str, Any]:
         "tokens": tokens,
         "seconds": round(history[-1]["seconds"], 3),
         "teacher": teacher.mode if teacher is not None else None,
-        "trained_parameters": sum(p.numel() for p in trainer.trained_tensors().values()),
+        "trained_parameters": sum(p.numel() for p in trainer.trained_parameters().values()),
         "first": {name: history[0][name] for name in LOSSES if name in history[0]},
         "last": {name: history[-1][name] for name in LOSSES if name in history[-1]},
     }

@@ -137,6 +137,8 @@ def _train(
         tokens_before=span[0] * stage.window,
         keep_best=stage.keep_best,
     )
+    if trainer.is_fsdp_enabled:
+        processes.print(f"The model is sharded over {processes.num_processes} processes.")
     last = work.last_checkpoint(folder)
     if last is not None:
         processes.print(f"Going on from {last}")

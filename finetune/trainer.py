@@ -1,27 +1,26 @@
 """transformers' Trainer with a loss per token and checkpoints that are never torn."""
 
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import ProgressCallback, Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import SCHEDULER_NAME
 
 from bilinearize.finetune.callbacks import HistoryFile, HomotopySchedule, LossBar, SavesOnSignal
+from bilinearize.finetune.checkpoints import WEIGHTS, last_good, prune, put, read_weights
 from bilinearize.finetune.diagnose import group_norms, largest_layer, memory_gib, not_finite
 from bilinearize.finetune.groups import optimizer_groups
 from bilinearize.finetune.heldout import heldout_sums
 from bilinearize.finetune.pair import PARTS, StudentWithTeacher
 from bilinearize.finetune.riding import plain_name
+from bilinearize.finetune.shards import full, local_state, sharded_state
 from bilinearize.model.errors import InputError
 
-WEIGHTS = "model.safetensors"
 SAVING = "saving"
 BEST = "best"
 DIVERGED = 3.0
@@ -107,6 +106,7 @@ class RecoveryTrainer(Trainer):
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         total: Any = super()._get_grad_norm(model, grad_norm)
+        total = full(total) if isinstance(total, torch.Tensor) else total
         step = self.state.global_step + 1
         if any(step % every == 0 for every in (self.state.logging_steps, self.state.save_steps)):
             scale = max(1.0, float(total) / self.args.max_grad_norm) if grad_norm is not None else 1
@@ -180,7 +180,7 @@ class RecoveryTrainer(Trainer):
         if best is not None and metrics["heldout_loss"] >= best:
             return False
         self.state.best_metric = metrics["heldout_loss"]
-        self._put(self.folder / BEST, lambda folder: self._save(str(folder)))
+        self._put(BEST, lambda folder: self._save(str(folder)))
         return True
 
     # Trainer saves into this folder; `_save_checkpoint` moves the result to where resuming looks.
@@ -189,49 +189,66 @@ class RecoveryTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.check_weights()
-        name = f"checkpoint-{self.state.global_step}"
-        self._put(
-            self.folder / name,
-            lambda _: super(RecoveryTrainer, self)._save_checkpoint(model, trial),
+        save = super()._save_checkpoint
+        self._put(f"checkpoint-{self.state.global_step}", lambda _: save(model, trial))
+        if self.args.should_save:
+            prune(self.folder, self.keep_checkpoints)
+        self.accelerator.wait_for_everyone()
+
+    def _put(self, name: str, write: Any) -> None:
+        put(
+            self.folder / name, write, self.folder / SAVING, self.accelerator, self.args.should_save
         )
-        if self.args.should_save:
-            found = sorted(self.folder.glob("checkpoint-*"), key=lambda x: int(x.name[11:]))
-            for folder in found[: -self.keep_checkpoints]:
-                shutil.rmtree(folder)
-        self.accelerator.wait_for_everyone()
 
-    def _put(self, final: Path, write: Any) -> None:
-        """Have `write` write `SAVING/name`, and move it to `final` when all processes are done."""
-        saving = self.folder / SAVING
-        if self.args.should_save:
-            shutil.rmtree(saving, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        try:
-            write(saving / final.name)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            reason = " ".join(str(error).split())
-            shutil.rmtree(saving, ignore_errors=True)
-            raise InputError(
-                f"{final}: can't be written ({reason}); make room and give the same command again."
-                f"{self._last_good()}"
-            ) from error
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            shutil.rmtree(final, ignore_errors=True)
-            os.rename(saving / final.name, final)
-            shutil.rmtree(saving)
-        self.accelerator.wait_for_everyone()
-
-    def trained_tensors(self) -> dict[str, torch.Tensor]:
-        """What trains, by its name in the student."""
+    def trained_parameters(self) -> dict[str, torch.Tensor]:
+        """What trains, by its name in the student; of a sharded model the shards."""
         named = self.pair.student.named_parameters()
         return {plain_name(name): tensor.data for name, tensor in named if tensor.requires_grad}
+
+    def trained_tensors(self) -> dict[str, torch.Tensor]:
+        """What trains, whole; of a sharded model in the main process only, on the CPU.
+
+        All processes have to call this.
+        """
+        whole = {}
+        for name, tensor in self.trained_parameters().items():
+            tensor = full(tensor)
+            if self.args.should_save or not self.is_fsdp_enabled:
+                whole[name] = tensor.cpu() if self.is_fsdp_enabled else tensor
+        return whole
 
     def best_tensors(self) -> dict[str, torch.Tensor]:
         """What training ends with: the best on the held-out text if kept, else the last."""
         if self.state.best_metric is None:
             return self.trained_tensors()
         return load_file(self.folder / BEST / WEIGHTS)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write what trains as one file, however it is sharded."""
+        self._save(output_dir)
+
+    # A sharded run is resumed by as many processes; each keeps its shards of the optimizer's state.
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        optimizer: Any = self.optimizer
+        torch.save(local_state(optimizer.state_dict()), self._shard_file(output_dir))
+        if self.args.should_save:
+            scheduler: Any = self.lr_scheduler
+            torch.save(scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not self.is_fsdp_enabled:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        optimizer: Any = self.optimizer
+        scheduler: Any = self.lr_scheduler
+        state = torch.load(self._shard_file(checkpoint), map_location="cpu", weights_only=True)
+        optimizer.load_state_dict(sharded_state(state, optimizer))
+        file = os.path.join(checkpoint, SCHEDULER_NAME)
+        scheduler.load_state_dict(torch.load(file, weights_only=True))
+
+    def _shard_file(self, folder: str) -> str:
+        return os.path.join(folder, f"optimizer-{self.args.process_index}.pt")
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         tensors = self.trained_tensors()
@@ -245,21 +262,13 @@ class RecoveryTrainer(Trainer):
             save_file(tensors, folder / WEIGHTS, metadata)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        ours = self.trained_tensors()
-        with safe_open(os.path.join(resume_from_checkpoint, WEIGHTS), framework="pt") as saved:
-            different = sorted(set(saved.keys()) ^ ours.keys())
-            if different:
-                raise InputError(
-                    f"{resume_from_checkpoint}: {different[0]} does not fit; remove the checkpoint."
-                )
-            for name, tensor in ours.items():
-                tensor.copy_(saved.get_tensor(name))
-            if self.pair.homotopy is not None:
-                self.pair.homotopy.set(float(saved.metadata()["t"]))
+        metadata = read_weights(Path(resume_from_checkpoint), self.trained_parameters())
+        if self.pair.homotopy is not None:
+            self.pair.homotopy.set(float(metadata["t"]))
 
     def check_weights(self) -> None:
         """Raise InputError if a trained weight is not finite."""
-        name = not_finite(self.trained_tensors(), self.accelerator)
+        name = not_finite(self.trained_parameters(), self.accelerator)
         if name is not None:
             self._stop(f"{name} is no longer finite", self.state.global_step)
 
@@ -282,9 +291,5 @@ class RecoveryTrainer(Trainer):
         layer, norm = largest_layer(model, self.pair, self._inputs)
         raise InputError(
             f"{what} at step {step}; of all layers the output of layer {layer} is largest (norm "
-            f"{norm:.3g}); lower --learning_rate or --max_grad_norm.{self._last_good()}"
+            f"{norm:.3g}); lower --learning_rate or --max_grad_norm.{last_good(self.folder)}"
         )
-
-    def _last_good(self) -> str:
-        last = get_last_checkpoint(str(self.folder)) if self.folder.is_dir() else None
-        return f" Last good checkpoint: {last}" if last else " No checkpoint had been written."

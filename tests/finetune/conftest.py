@@ -80,16 +80,17 @@ def job(student, pico_llama, text_file):
 
 @pytest.fixture(scope="session")
 def launch():
-    """Run `job.py` in other processes: `launch(job, ..., processes=2) -> (exit status, output)`."""
+    """Run `job.py` in other processes: `launch(job, ..., processes=2) -> (exit status, output)`,
+    with further environment variables."""
 
-    def start(*jobs: dict, processes: int = 1) -> tuple[int, str]:
+    def start(*jobs: dict, processes: int = 1, **variables: str) -> tuple[int, str]:
         command = [sys.executable]
         if processes > 1:
             command += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
             command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
         done = subprocess.run(
             [*command, str(JOB), json.dumps(jobs, default=str)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
