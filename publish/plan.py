@@ -9,7 +9,13 @@ from pathlib import Path
 import torch
 
 from bilinearize.model.card import Records, read_json, read_records
-from bilinearize.model.checkpoint import CARRIED, load_causal_lm, load_tokenizer, weights_sha256
+from bilinearize.model.checkpoint import (
+    CARRIED,
+    load_causal_lm,
+    load_config,
+    load_tokenizer,
+    weights_sha256,
+)
 from bilinearize.model.errors import InputError
 
 # Of a checkpoint folder these go up; all else is listed as left out.
@@ -90,7 +96,8 @@ def verify(folder: Path, records: Records) -> None:
     Raises:
         InputError: that names what is wrong.
     """
-    model = load_causal_lm(folder, torch.float32)
+    stored = load_config(folder).dtype
+    model = load_causal_lm(folder, stored if isinstance(stored, torch.dtype) else torch.float32)
     load_tokenizer(folder)
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not tensor.isfinite().all():

@@ -111,21 +111,24 @@ def prepare_repo(
         InputError: if the repository holds files already and `update` is not set.
     """
     api.whoami()
+    created, present = False, []
     try:
         present = api.list_repo_files(repo, revision=revision)
     except RevisionNotFoundError:
-        present = []
+        created = True
     except RepositoryNotFoundError:
-        present = []
+        created = True
         api.create_repo(repo, private=private)
+    if created:
+        if revision is not None:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        present = api.list_repo_files(repo, revision=revision)  # a new branch starts as main is
     others = [name for name in present if name not in KEPT]
-    if others and not update:
+    if others and not (update or created):
         raise InputError(
             f"{repo} exists already and holds {len(others)} files; add --update to replace them "
             "in one commit, or name another repository."
         )
-    if revision is not None:
-        api.create_branch(repo, branch=revision, exist_ok=True)
     return [name for name in others if name not in plan.files]
 
 

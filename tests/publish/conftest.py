@@ -165,7 +165,7 @@ class Handler(BaseHTTPRequestHandler):
         if name in found:
             self.refuse(409, "Reference already exists")
         else:
-            found[name] = [found["main"][0]]
+            found[name] = found["main"][-1:]
             self.reply(201, {})
 
     def validate(self, content: bytes) -> None:

@@ -160,12 +160,18 @@ def test_a_repository_with_files_is_not_touched_unless_asked(hub, finished, shar
     assert len(hub.repos[REPO]["branches"]["main"]) == 3  # made, pushed, updated
 
 
-def test_private_and_branch(hub, finished):
+def test_private_and_branch(hub, finished, sharded):
     main(["push", str(finished), REPO, "--private", "--revision", "v2", "--message", "Second"])
     repo = hub.repos[REPO]
     assert repo["private"] is True and repo["branches"]["v2"][-1]["message"] == "Second"
     assert "model.safetensors" in hub.files(REPO, "v2")
     assert list(hub.files(REPO)) == [".gitattributes"]
+    push(sharded, REPO)
+    kept = dict(hub.files(REPO))
+    # A new branch starts with what main holds; no weights of main's are left on it.
+    push(finished, REPO, revision="v3")
+    assert "model.safetensors" in hub.files(REPO, "v3") and hub.files(REPO) == kept
+    assert not [name for name in hub.files(REPO, "v3") if name.startswith("model-")]
 
 
 def test_bad_credentials_are_one_line_without_the_token(hub, finished, capsys, monkeypatch):
