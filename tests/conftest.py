@@ -2,6 +2,9 @@
 
 import json
 import os
+import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 # Before transformers reads them. No test asks the hub; pico models gain nothing from threads.
@@ -85,3 +88,42 @@ def pico_llama(tmp_path_factory) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --hide-scrollbars "
+    "--disable-background-networking --disable-component-update --disable-sync"
+).split()
+
+
+@pytest.fixture
+def browse() -> Callable[[Path, str], str]:
+    """Open a page in headless Chromium, with a profile of its own; returns what it prints."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium on PATH: apt-get install chromium")
+
+    def opened(page: Path, action: str) -> str:
+        profile = f"--user-data-dir={page.parent / 'profile'}"
+        command = [str(CHROMIUM), *FLAGS, profile, "--window-size=1200,2400", action, page.as_uri()]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=90)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return opened
+
+
+@pytest.fixture
+def colours(browse, tmp_path) -> Callable[[str], dict[str, float]]:
+    """Shares of pixels of a page in Chromium that are dark, and that are clearly not grey."""
+    import matplotlib.image
+
+    def seen(text: str) -> dict[str, float]:
+        page, shot = tmp_path / "seen.html", tmp_path / "shot.png"
+        page.write_text(text)
+        browse(page, f"--screenshot={shot}")
+        image = matplotlib.image.imread(shot)[..., :3]
+        grey = image.max(-1) - image.min(-1) <= 0.3
+        return {"dark": float((image.min(-1) < 0.5).mean()), "colour": float((~grey).mean())}
+
+    return seen
