@@ -115,14 +115,18 @@ def draw_training(result: dict) -> Figure | None:
     for axes, (key, title) in zip(panels, titles.items(), strict=True):
         for index, (name, record) in enumerate(result["candidates"].items()):
             curve = (record["origin"] or {}).get("training") or {"tokens": []}
-            pairs = zip(curve["tokens"], curve.get(key, []), strict=False)
-            known = [(x, y) for x, y in pairs if y is not None]
-            if known:
-                own = style(index)
-                axes.plot(*zip(*known, strict=True), linewidth=1, markersize=3.5, label=name, **own)
+            own = style(index)
+            kinds = ((key, "training text", "--"), (f"heldout_{key}", "held out", "-"))
+            for kind, text, look in kinds:
+                pairs = zip(curve["tokens"], curve.get(kind, []), strict=False)
+                known = [(x, y) for x, y in pairs if y is not None]
+                if known:
+                    x, y = zip(*known, strict=True)
+                    axes.plot(x, y, look, lw=1, ms=3.5, label=f"{name}, {text}", **own)
+            if axes.lines and curve["tokens"]:
                 axes.axhline(record[key], color=own["color"], linewidth=0.9, linestyle=":")
         axes.set(xlabel="training tokens", ylabel="nats per token", ylim=(0, None))
-        axes.set_title(f"{title} on training text (dotted: evaluated)", fontsize=10)
+        axes.set_title(f"{title} in training (dotted: as evaluated here)", fontsize=10)
         axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
         axes.xaxis.set_major_locator(MaxNLocator(5))
     if not any(axes.lines for axes in panels):

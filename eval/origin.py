@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bilinearize.model.errors import InputError
 
-CURVE = ("loss", "kl", "gap")
+CURVE = ("loss", "kl", "gap", "heldout_kl", "heldout_gap")
 
 
 def read_origin(folder: Path) -> dict | None:
@@ -55,6 +55,8 @@ def read_json(path: Path) -> dict | None:
 
 def read_curve(log: Path, trained: dict) -> dict[str, list]:
     """Losses of a finetune against the tokens it had seen, over all of its stages.
+
+    Training and held-out text have entries of their own; what an entry lacks is None.
 
     Raises:
         InputError: if the log can't be read.

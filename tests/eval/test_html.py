@@ -38,6 +38,7 @@ def trained(half, tmp_path_factory) -> Path:
         {"stage": 0, "step": 2, "loss": 3.0},
         {"stage": 1, "step": 1, "loss": 2.0, "kl": 1.5, "gap": 1.25},
         {"stage": 1, "step": 4, "loss": 1.0, "kl": 0.5, "gap": 0.25},
+        {"stage": 1, "step": 4, "heldout_loss": 1.5, "heldout_kl": 0.75, "heldout_gap": 0.5},
     ]
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log))
     return folder
@@ -57,10 +58,12 @@ def page(pico_llama, half, trained, documents_file, text_file, tmp_path_factory)
 def test_origin_counts_tokens_over_stages(trained, half, tmp_path):
     made = read_origin(trained)
     assert made["training"] == {
-        "tokens": [200, 450, 1200],
-        "loss": [3.0, 2.0, 1.0],
-        "kl": [None, 1.5, 0.5],
-        "gap": [None, 1.25, 0.25],
+        "tokens": [200, 450, 1200, 1200],
+        "loss": [3.0, 2.0, 1.0, None],
+        "kl": [None, 1.5, 0.5, None],
+        "gap": [None, 1.25, 0.25, None],
+        "heldout_kl": [None, None, None, 0.75],
+        "heldout_gap": [None, None, None, 0.5],
     }
     assert (made["converted_layers"], made["layers"], made["calibration_tokens"]) == (2, 3, 4096)
     assert made["fit"]["heldout_error"] == [0.2, 0.1] and made["training_tokens"] == 1200
