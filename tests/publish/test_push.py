@@ -85,7 +85,7 @@ def test_what_was_pushed_loads_from_the_hub(how, hub, finished, tmp_path):
         [sys.executable, "-P", "-c", LOAD, REPO, how, out],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env=environment(hub, HF_HOME=str(tmp_path / "cache")),
     )
     assert done.returncode == 0, done.stderr[-2000:]
@@ -122,7 +122,7 @@ def test_a_killed_push_goes_on_where_it_was(hub, sharded, tmp_path):
     process = subprocess.Popen(
         command, env=environment(hub), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    assert hub.holding.wait(120)
+    assert hub.holding.wait(240)
     process.send_signal(signal.SIGKILL)
     process.wait()
     stored = list(hub.objects)
@@ -193,7 +193,7 @@ def test_the_token_is_written_nowhere(hub, finished, tmp_path):
     done = subprocess.run(
         [sys.executable, "-P", "-m", "bilinearize", "push", str(finished), REPO],
         capture_output=True,
-        timeout=120,
+        timeout=240,
         env=environment(hub, HF_HOME=str(tmp_path / "home"), HF_DEBUG="1"),
     )
     assert done.returncode == 0, done.stderr[-2000:]
