@@ -17,7 +17,7 @@ def show(run: Path) -> str:
         lines.append(f"  teacher:   {quote(sample['teacher'])}")
         for name, text in sample["candidates"].items():
             lines.append(f"  {name + ':':<10} {quote(text)}")
-    lines += ["", f"The report with its plot: {run / 'eval'}/eval.md and eval.png"]
+    lines += ["", f"The report: {run / 'eval'}/eval.html, eval.md"]
     return "\n".join(lines)
 
 
