@@ -69,8 +69,9 @@ def read_weights(folder: Path, into: dict[str, torch.Tensor]) -> dict[str, str]:
         different = sorted(set(saved.keys()) ^ into.keys())
         if different:
             raise InputError(f"{folder}: {different[0]} does not fit; remove the checkpoint.")
-        for name, tensor in into.items():
-            tensor.copy_(like(tensor, saved.get_tensor(name)))
+        with torch.no_grad():
+            for name, tensor in into.items():
+                tensor.copy_(like(tensor, saved.get_tensor(name)))
         return saved.metadata()
 
 

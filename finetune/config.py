@@ -36,6 +36,8 @@ class Stage(TypedDict, total=False):
     hidden_target: Target
     layer_weights: list[float]
     lora_rank: int
+    range_bound: float
+    range_weight: float
     homotopy: HomotopyKind
     homotopy_share: float
     homotopy_ease: Ease
@@ -115,6 +117,10 @@ class FinetuneConfig:
     over the teacher's stream squared."""
     layer_weights: list[float] = field(default_factory=list)
     """Weight of each layer in that mean; empty weighs all alike."""
+    range_bound: float = 0.0
+    """Keep the slots' scores, the products that `down_proj` reads, within this; 0 leaves them."""
+    range_weight: float = 1.0
+    """Weight of the penalty beyond it, the mean over slots of (|score| / bound - 1)^2."""
     homotopy: HomotopyKind = "none"
     """`blend`: from the original MLP (t = 0) to the converted one (t = 1). `swish-beta`: anneals
     the activation of a `gated` conversion, Swish with beta from 1 to 0 (arXiv 2410.08417)."""
@@ -148,6 +154,8 @@ class FinetuneConfig:
     """Trackers that transformers' Trainer knows, such as tensorboard, trackio or wandb."""
     gradient_checkpointing: bool = False
     """Recompute each layer in the backward pass: less memory, about a third more time."""
+    compile: str = ""
+    """Backend of torch.compile for the decoder layers, such as inductor; empty goes without."""
     bf16: bool = False
     """Compute in bfloat16 by autocast; weights and optimizer stay fp32."""
     seed: int = 0
@@ -160,7 +168,10 @@ class FinetuneConfig:
             _require(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
         for name in ("log_every", "kl_chunk", "lora_rank", "eval_every", "top_k"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "use 1 or more")
-        for name in ("kl_weight", "cross_entropy_weight", "hidden_weight", "weight_decay"):
+        for name in (
+            *("kl_weight", "cross_entropy_weight", "hidden_weight", "weight_decay"),
+            *("range_bound", "range_weight"),
+        ):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "use 0 or more")
         _require(self.max_grad_norm >= 0, "max_grad_norm", self.max_grad_norm, "use 0 or more")
         for name in ("temperature", "learning_rate"):

@@ -25,6 +25,10 @@ class LossWeights:
     """What the error of a layer compares: the `state` after it, or the output of its `mlp`."""
     layers: tuple[float, ...] = ()
     """Weight of each layer; empty weighs all alike."""
+    bound: float = 0.0
+    """Where the penalty on the slots' scores begins; 0 is no penalty."""
+    range: float = 0.0
+    """Weight of that penalty."""
 
     @property
     def need_teacher(self) -> bool:
@@ -107,6 +111,29 @@ def loss_sums(
     parameters = [p for p in head.parameters() if p.requires_grad]
     train = torch.is_grad_enabled()
     return _ChunkedSum.apply(chunk_loss, chunk, train, hidden, *parameters)
+
+
+def range_excess(
+    scores: list[torch.Tensor], counts: torch.Tensor, bound: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far the slots' scores exceed a bound, and the largest.
+
+    Args:
+        scores: (batch, length, slots) of each layer.
+        counts: bool (batch, length - 1): which of the positions but the last count.
+
+    Returns:
+        The mean over layers and slots of `relu(|score| / bound - 1)^2`, summed over the tokens that
+        count; and the largest |score| among these (no gradient).
+    """
+    total = torch.zeros((), dtype=torch.float32, device=counts.device)
+    largest = torch.zeros((), dtype=torch.float32, device=counts.device)
+    for score in scores:
+        size = score[:, :-1][counts].abs().float()
+        total = total + F.relu(size / bound - 1).square().mean(-1).sum()
+        if size.numel():
+            largest = torch.maximum(largest, size.detach().amax())
+    return total / max(len(scores), 1), largest
 
 
 def layer_errors(

@@ -10,11 +10,18 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from bilinearize.finetune.data import IGNORE
-from bilinearize.finetune.losses import LossWeights, TopTokens, layer_errors, loss_sums
-from bilinearize.finetune.riding import Homotopy
+from bilinearize.finetune.losses import (
+    LossWeights,
+    TopTokens,
+    layer_errors,
+    loss_sums,
+    range_excess,
+)
+from bilinearize.finetune.riding import Homotopy, own_module
 from bilinearize.finetune.teacher import decoder_layers, head_of, last_hidden
+from bilinearize.model.modeling_bilinear import BilinearMLP
 
-PARTS = ("kl", "cross_entropy", "teacher_cross_entropy", "hidden")
+PARTS = ("kl", "cross_entropy", "teacher_cross_entropy", "hidden", "range")
 
 
 class StudentWithTeacher(nn.Module):
@@ -39,6 +46,7 @@ class StudentWithTeacher(nn.Module):
         self.weights = weights
         self.chunk = chunk
         self.homotopy = homotopy
+        self.largest_score = 0.0
         self.config = copy.deepcopy(student.config)  # Trainer changes `use_cache` in it
         self._no_split_modules = student._no_split_modules  # what FSDP shards one by one
 
@@ -78,7 +86,8 @@ class StudentWithTeacher(nn.Module):
                     theirs = last_hidden(model, input_ids, **options)[:, :-1][counts]
                 their_head = head_of(model)
         ours: tuple = (states[2], []) if self.weights.target == "state" else ([], states[2])
-        with self._captured(self.student, *ours):
+        scores: list[torch.Tensor] = []
+        with self._captured(self.student, *ours), self._scores(scores):
             hidden = last_hidden(self.student, input_ids, **options)[:, :-1][counts]
         labels = labels[:, 1:][counts]
         head = head_of(self.student)
@@ -90,7 +99,12 @@ class StudentWithTeacher(nn.Module):
             scale, outputs = states[0], states[0 if self.weights.target == "state" else 1]
             errors = layer_errors(states[2], outputs, scale, counts, self.weights.layers)
             loss = loss + self.weights.hidden * errors
-        parts = torch.cat([parts, errors.detach()[None]])
+        excess = loss.new_zeros(())
+        if self.weights.bound:
+            excess, largest = range_excess(scores, counts, self.weights.bound)
+            loss = loss + self.weights.range * excess
+            self.largest_score = max(self.largest_score, largest.item())
+        parts = torch.cat([parts, errors.detach()[None], excess.detach()[None]])
         return {"loss": loss, "parts": parts, "count": counts.sum()}
 
     def describe(self, sums: list[float], count: float, held_out: bool = False) -> dict[str, float]:
@@ -99,7 +113,7 @@ class StudentWithTeacher(nn.Module):
         Args:
             sums: of `PARTS`; of the loss and `PARTS` if `held_out`, where all are known.
         """
-        *loss, kl, ours, theirs, hidden = (value / max(count, 1.0) for value in sums)
+        *loss, kl, ours, theirs, hidden, excess = (value / max(count, 1.0) for value in sums)
         entry = {"loss": loss[0]} if held_out else {}
         if held_out or self.weights.kl or self.weights.cross_entropy:
             entry["cross_entropy"] = ours
@@ -107,6 +121,9 @@ class StudentWithTeacher(nn.Module):
                 entry |= {"kl": kl, "gap": ours - theirs}
         if self.weights.hidden:
             entry["hidden"] = hidden
+        if self.weights.bound:
+            entry |= {"range": excess, "largest_score": self.largest_score}
+            self.largest_score = 0.0
         if self.homotopy is not None:
             entry["t"] = self.homotopy.t
         return entry
@@ -124,6 +141,22 @@ class StudentWithTeacher(nn.Module):
             for layer in decoder_layers(model):
                 for module, kept in ((layer, streams), (layer.mlp, outputs)):
                     hooks.append(module.register_forward_hook(_keeper(kept)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @contextmanager
+    def _scores(self, kept: list[torch.Tensor]) -> Iterator[None]:
+        """Within the block, collect what each converted `down_proj` reads, if that is bounded."""
+        hooks = []
+        if self.weights.bound:
+            for layer in decoder_layers(self.student):
+                mlp: Any = own_module(layer.mlp)
+                if isinstance(mlp, BilinearMLP):
+                    hook = mlp.down_proj.register_forward_pre_hook(lambda m, a: kept.append(a[0]))
+                    hooks.append(hook)
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Tensors of a model that FSDP2 has sharded over the processes, and what becomes of them."""
+"""Tensors of a model that FSDP2 or ZeRO-3 has sharded over the processes."""
 
 from typing import Any
 
@@ -8,6 +8,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a sharded tensor (all processes have to ask); any other as it is."""
+    if hasattr(tensor, "ds_id"):  # a parameter under ZeRO-3
+        import deepspeed  # pyright: ignore[reportMissingImports]
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().cpu().clone()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -63,6 +63,8 @@ def build_stage(
         hidden,
         config.hidden_target,
         tuple(config.layer_weights),
+        0.0 if config.control else config.range_bound,
+        config.range_weight,
     )
     original, note = None, None
     teach = weights.need_teacher or config.watches()
@@ -79,8 +81,23 @@ def build_stage(
         model.activation_checkpointing_enable()
     if teach and original is None:
         original = SharedTeacher(model) if loaded else CachedTeacher()
+    if config.compile:
+        compile_layers(layers, config.compile)
     pair = StudentWithTeacher(model, original, weights, config.kl_chunk, moving)
     return pair, _describe(config, pair, note)
+
+
+def compile_layers(layers: list[Any], backend: str) -> None:
+    """Compile each decoder layer by itself, in place.
+
+    Raises:
+        InputError: for a backend that there is not.
+    """
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
+        names = ", ".join(torch.compiler.list_backends())
+        raise InputError(f"--compile is {backend!r}; use one of {names}.")
+    for layer in layers:
+        layer.compile(backend=backend)
 
 
 def _ride(

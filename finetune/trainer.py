@@ -109,8 +109,9 @@ class RecoveryTrainer(Trainer):
         total = full(total) if isinstance(total, torch.Tensor) else total
         step = self.state.global_step + 1
         if any(step % every == 0 for every in (self.state.logging_steps, self.state.save_steps)):
-            scale = max(1.0, float(total) / self.args.max_grad_norm) if grad_norm is not None else 1
-            norms = group_norms(self.pair.student)
+            norms = group_norms(self.pair.student)  # none under DeepSpeed, which keeps them
+            clips = grad_norm is not None and bool(norms)
+            scale = max(1.0, float(total) / self.args.max_grad_norm) if clips else 1.0
             self._norms = {f"grad_norm_{name}": norm * scale for name, norm in norms.items()}
         return total
 
@@ -203,18 +204,19 @@ class RecoveryTrainer(Trainer):
     def trained_parameters(self) -> dict[str, torch.Tensor]:
         """What trains, by its name in the student; of a sharded model the shards."""
         named = self.pair.student.named_parameters()
-        return {plain_name(name): tensor.data for name, tensor in named if tensor.requires_grad}
+        return {plain_name(name): tensor for name, tensor in named if tensor.requires_grad}
 
     def trained_tensors(self) -> dict[str, torch.Tensor]:
         """What trains, whole; of a sharded model in the main process only, on the CPU.
 
         All processes have to call this.
         """
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         whole = {}
         for name, tensor in self.trained_parameters().items():
-            tensor = full(tensor)
-            if self.args.should_save or not self.is_fsdp_enabled:
-                whole[name] = tensor.cpu() if self.is_fsdp_enabled else tensor
+            tensor = full(tensor).detach()
+            if self.args.should_save or not sharded:
+                whole[name] = tensor.cpu() if sharded else tensor
         return whole
 
     def best_tensors(self) -> dict[str, torch.Tensor]:

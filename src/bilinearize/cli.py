@@ -16,6 +16,7 @@ from bilinearize import __version__
 from bilinearize.convert.config import ConvertConfig, ExportConfig, ScanConfig
 from bilinearize.eval.config import EvalConfig
 from bilinearize.finetune.config import FinetuneConfig
+from bilinearize.finetune.launch import is_launched, launch
 from bilinearize.interpret import config as interpret_config
 from bilinearize.model.errors import InputError
 from bilinearize.pipeline import RunConfig, args_of, run_all
@@ -144,6 +145,8 @@ def build_parser() -> ArgumentParser:
     sub.add_argument("student", help="Folder of the converted model.")
     sub.add_argument("out", help="Folder to write; must not exist.")
     sub.add_argument("--teacher", required=True, help="The original model.")
+    sub.add_argument("--launch", type=int, default=0, help="Start so many processes of it.")
+    sub.add_argument("--accelerate", type=str, help="Configuration of accelerate for --launch.")
     sub.add_class_arguments(FinetuneConfig)
     sub = command("eval", "Compare converted models with their teacher on the same tokens.")
     sub.add_argument("teacher", help="The original model.")
@@ -230,6 +233,11 @@ def main(argv: list[str] | None = None) -> None:
     try:
         check_yaml(argv)
         args = build_parser().parse_args(argv)
+        if args.command == "finetune" and args.finetune.launch and not is_launched():
+            status = launch(argv, args.finetune.launch, args.finetune.accelerate)
+            if status:
+                raise SystemExit(status)
+            return
         COMMANDS[args.command](args[args.command])
     except (InputError, ArgumentError) as error:
         print(f"bilinearize: error: {' '.join(str(error).split())}", file=sys.stderr)

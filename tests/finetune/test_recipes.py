@@ -1,15 +1,19 @@
 """The shipped recipes are read by what they are for, and the comparison of recipes runs."""
 
 import json
+import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 
 from bilinearize.convert.config import ConvertConfig
 from bilinearize.finetune.config import FinetuneConfig
+from bilinearize.finetune.launch import launch
+from bilinearize.model.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,3 +89,76 @@ def test_recipes_are_compared_and_finished_runs_kept(
     recovery.main([*arguments, "kl", "--rates", "0.001", "30"])
     assert kept.stat().st_mtime_ns == made
     assert "| kl | 30 | the loss is" in capsys.readouterr().out
+
+
+ACCELERATE = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)
+def test_accelerate_reads_its_configurations(path):
+    config = load_config_from_file(str(path))
+    assert config.num_machines == 1 and config.num_processes >= 1
+    with path.open() as lines:
+        use = [line for line in lines if line.startswith("#   bilinearize")]
+    assert len(use) == 1 and f"--accelerate configs/accelerate/{path.name}" in use[0]
+    if path.stem.startswith("zero"):
+        assert (ROOT / config.deepspeed_config["deepspeed_config_file"]).is_file()
+
+
+def test_every_configuration_is_read_by_some_test():
+    kinds = {"accelerate", "slurm", "configs"}
+    for path in (ROOT / "configs").rglob("*"):
+        assert path.is_dir() or path.parent.name in kinds, path
+    stems = {path.stem for path in ACCELERATE}
+    assert stems == {"single-gpu", "ddp", "fsdp2", "fsdp2-cpu", "cpu", "zero2", "zero3"}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_reads_its_configurations(stage):
+    deepspeed = pytest.importorskip("deepspeed.runtime.config", reason="needs deepspeed")
+    path = ROOT / "configs" / "accelerate" / f"zero{stage}.json"
+    settings = json.loads(path.read_text())
+    # accelerate fills in what is "auto" from the command's own settings.
+    filled = {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 8,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+    }
+    zero = settings["zero_optimization"]
+    numbers = {name: 10**8 for name, value in zero.items() if value == "auto"}
+    config = deepspeed.DeepSpeedConfig(settings | filled | {"zero_optimization": zero | numbers})
+    assert config.zero_config.stage == stage and config.bfloat16_config.enabled
+    with pytest.raises(Exception, match="stage"):
+        deepspeed.DeepSpeedConfig(settings | filled | {"zero_optimization": {"stage": 7}})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "slurm").glob("*.sh")))
+def test_slurm_scripts_are_shell(path):
+    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
+    text = path.read_text()
+    assert "#SBATCH --requeue" in text and "143" in text
+
+
+def test_launch_starts_the_processes(job, history, finished, tmp_path):
+    options = [f"--{name}={value}" for name, value in job.items() if name != "student"]
+    options = [option.replace("batch_size=4", "batch_size=2") for option in options]
+    command = [sys.executable, "-P", "-m", "bilinearize", "finetune", job["student"]]
+    command += [str(tmp_path / "out"), *options, "--launch", "2"]
+    command += ["--accelerate", str(ROOT / "configs" / "accelerate" / "cpu.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "out" / "finetune.json").read_text())
+    assert record["settings"]["processes"] == 2
+    ours, theirs = history(tmp_path / "out")[-1], history(finished)[-1]
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [((-1, None), "--launch is -1; use 1 or more"), ((2, "none.yaml"), "none.yaml: no such file")],
+)
+def test_a_launch_that_can_not_be_is_one_line(arguments, message):
+    with pytest.raises(InputError, match=message):
+        launch(["finetune"], *arguments)
