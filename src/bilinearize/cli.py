@@ -215,6 +215,7 @@ def spell_out(argv: list[str]) -> list[str]:
 COMMANDS = {
     "convert": run_convert,
     "scan": run_scan,
+    "export": run_export,
     "finetune": run_finetune,
     "eval": run_eval,
     "interpret": run_interpret,
