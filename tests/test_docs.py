@@ -117,6 +117,23 @@ def test_every_eval_command_runs(workplace, documents_file):
     assert len(lines) == 4
 
 
+def test_every_recovery_command_runs(workplace, documents_file):
+    (workplace / "documents.jsonl").symlink_to(documents_file)
+    path = ROOT / "docs" / "recovery.md"
+    (stages,) = re.findall(r"```yaml\n(.*?)```", path.read_text(), re.S)
+    stages = "window: 64\n" + re.sub(r"tokens: \d+", "tokens: 512", stages)  # few steps do
+    (workplace / "stages.yaml").write_text(stages)
+    lines = commands(path)
+    for line in lines:
+        short = "finetune" in line and "stages.yaml" not in line
+        run(line + (" --window 64 --tokens 512 --heldout_tokens 128" if short else ""))
+        words = shlex.split(line)
+        assert (
+            workplace / (words[words.index("--out") + 1] if "--out" in words else words[3])
+        ).is_dir()
+    assert len(lines) == 11
+
+
 def test_every_publish_command_runs(workplace, capsys):
     main(["convert", "SmolLM2-135M-Instruct", "finetuned", "--text", "train.txt"])
     run("bilinearize eval SmolLM2-135M-Instruct finetuned --out report --text heldout.txt")
