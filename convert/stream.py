@@ -27,6 +27,11 @@ TOKENS_PER_BATCH = 4096
 # Fitted tokens, for each slot, that the gates read (the joint fit has a whole output vector a token
 # for two unknowns a slot), and a round whose down_proj only serves the next round's gates.
 SAMPLE = 4
+# Residual stream, in multiples of its median norm, beyond which an activation counts as massive.
+MASSIVE = 20.0
+# The same, beyond which a token counts as an attention sink: all others attend to it, so its error
+# weighs more than its own share.
+SINK, SINK_WEIGHT = 8.0, 10.0
 
 
 class States:
@@ -136,19 +141,41 @@ class Stream:
         A token weighs 1 / (mean(state^2) + mean(update^2)), state the residual stream after the
         layer, update what the MLP adds: errors count relative to what the layers above will see.
         The second term matters where a layer takes a massive activation back out of the stream.
-        Where the MLP's output is normed or scaled on its way into the stream, its errors grow or
-        shrink with it: the weight is multiplied by mean(update^2) / mean(output^2).
+        Massive activations count as `MASSIVE` times the median state (see `shrink`). Where the
+        MLP's output is normed or scaled on its way into the stream, its errors grow or shrink with
+        it: the weight is multiplied by mean(update^2) / mean(output^2).
         """
         mlp = layer.mlp
+        parts = []
         for batch in self._until_mlp(layer, self.teacher):
             output = mlp(batch.mlp_input)
             update = layer.join(output)
             states = batch.residual + update
             self.teacher[batch.rows] = states.cpu()
-            weight = (_power(states) + _power(update)).clamp_min(1e-12).reciprocal()
-            if layer.joins:
-                weight *= _power(update) / _power(output).clamp_min(1e-12)
-            self.weight[batch.rows] = weight.cpu()
+            parts.append([_power(part).cpu() for part in (batch.residual, states, update, output)])
+        self.before, state, update, output = (torch.cat(each) for each in zip(*parts, strict=True))
+        if layer.joins:
+            weight = (state + update).clamp_min(1e-12).reciprocal()
+            self.weight = weight * update / output.clamp_min(1e-12)
+            return
+        middle = state.median().item()
+        self.limit, self.massive = MASSIVE**2 * middle, state > SINK**2 * middle
+        power = state.clamp_max(self.limit) + update.clamp_max(self.limit)
+        self.weight = power.clamp_min(1e-12).reciprocal()
+
+    def shrink(self, batch: "Batch", target: torch.Tensor) -> torch.Tensor:
+        """Factors (rows, window, 1), at most 1, for the targets of tokens with massive activations.
+
+        What reads the stream norms it first, so of a massive activation the direction matters, and
+        its size only in that it outweighs the rest. As it stands it would take over the fit of all
+        other tokens: a target is cut so that the state after it is `MASSIVE` times the teacher's
+        median. Where the student's state is so much the smaller, what changes it is, too.
+        """
+        before, own = self.before[batch.rows].to(target.device), _power(batch.residual)
+        ratio = (own / before.clamp_min(1e-12)).sqrt()
+        factor = torch.where(ratio < 0.5, ratio, 1.0)
+        after = _power(batch.residual + factor * target)
+        return factor * (self.limit / after.clamp_min(1e-12)).sqrt().clamp_max(1)
 
     def fit_gates(self, layer: Layer) -> torch.Tensor:
         """Move the student past the attention; returns each slot's slope and intercept, (2, m)."""
@@ -161,14 +188,20 @@ class Stream:
             gate, up = mlp.gate_proj(batch.mlp_input), mlp.up_proj(batch.mlp_input)
             gated = mlp.act_fn(gate) * up
             target = mlp.down_proj(gated)
-            self.targets[batch.rows] = target.cpu()
-            # Where the student's state makes the MLP write much more than the teacher's does (a
-            # massive activation in the wrong place), one token would count for thousands.
             weight = self.weight[batch.rows].to(self.device)
-            weight = (weight.reciprocal() + _power(target)).reciprocal()
+            factor = torch.ones_like(weight)
+            if not layer.joins:
+                factor = self.shrink(batch, target)
+                target = factor * target
+                # Where the student's state makes the MLP write far more than the teacher's does (a
+                # massive activation in the wrong place), one token would count for thousands.
+                weight = torch.minimum(weight, _power(target).clamp_min(1e-12).reciprocal())
+                weight[self.massive[batch.rows]] *= SINK_WEIGHT
+            self.targets[batch.rows] = target.cpu()
             self.weight[batch.rows] = weight.cpu()
-            picked = mask[batch.rows]
-            sums.add(*(part[picked.to(self.device)] for part in (gate, up, gated, weight)))
+            picked = mask[batch.rows].to(self.device)
+            parts = (gate, up, gated, weight * factor.square())
+            sums.add(*(part[picked] for part in parts))
         return sums.solve()
 
     def _mask(self, slots: int) -> torch.Tensor:

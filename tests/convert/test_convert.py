@@ -113,7 +113,7 @@ def reference_refit(folder, text, ridges):
         x = layer.post_attention_layernorm(student)
         g, u = mlp.gate_proj(x), mlp.up_proj(x)
         exact = torch.nn.functional.silu(g) * u
-        root = (power + mlp(x).square().mean(-1, keepdim=True)).rsqrt()
+        root = torch.maximum(power, mlp(x).square().mean(-1, keepdim=True)).rsqrt()
         gates = reference_gates(*(part[some] for part in (g, u, exact, root)))
         subset = [part[some] for part in (g, u, mlp(x), root)]
         new_down, bias = down, torch.zeros(len(down)).double()
