@@ -66,7 +66,7 @@ def interval_facts(setup: Setup, samples: int, seed: int) -> dict:
     }
     return {
         "level": LEVEL,
-        "method": f"{how}: Student's t times its standard error",
+        "method": f"{how}: Student's t times its standard error, bent for skewness (Hall 1992)",
         "unit": "document" if by_document else "window",
         "block_windows": lengths,
         "samples": samples,

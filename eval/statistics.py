@@ -18,15 +18,32 @@ class Estimates:
     """Standard errors; None where a single window gives no idea of the spread."""
     freedom: np.ndarray | None
     """Degrees of freedom behind each standard error."""
+    skewness: np.ndarray | None
+    """Of each estimate, not of the windows: it falls with the root of their number."""
 
     def interval(self, column: int) -> list[float] | None:
         """`[low, high]` of one column at level `LEVEL`, or None."""
-        if self.error is None or self.freedom is None:
+        if self.error is None or self.freedom is None or self.skewness is None:
             return None
         value, error = float(self.value[column]), float(self.error[column])
+        if error == 0:
+            return [value, value]
         freedom = max(1, math.floor(self.freedom[column]))
-        reach = student_quantile((1 + LEVEL) / 2, freedom) * error if error else 0.0
-        return [value - reach, value + reach]
+        reach = student_quantile((1 + LEVEL) / 2, freedom)
+        skewness = float(self.skewness[column])
+        low, high = (value - unskew(t, skewness) * error for t in (reach, -reach))
+        return [low, high]
+
+
+def unskew(t: float, skewness: float) -> float:
+    """Where the studentised value of a skewed estimate lies when its transform lies at `t`.
+
+    Hall, On the removal of skewness by transformation (1992): a cubic that makes it symmetric to
+    second order, inverted. Few windows with a few large losses are what it is for.
+    """
+    if abs(skewness) < 1e-8:
+        return t
+    return 3 * float(np.cbrt(1 + skewness * t - skewness**2 / 6) - 1) / skewness
 
 
 def block_length(windows: int) -> int:
@@ -50,8 +67,8 @@ def bootstrap_intervals(
     (circular block bootstrap, Politis and Romano 1992), the same for all columns. Blocks see
     correlation only inside themselves; what they miss is made up for by `recolour`. The interval is
     the estimate plus and minus Student's t, with one degree of freedom less than there are blocks,
-    times the standard error. The bootstrap's own percentiles are too narrow for few windows: 92 %
-    instead of 95 % for 5.
+    times the standard error, bent for skewness by `unskew`. The bootstrap's own percentiles are too
+    narrow for few windows: 92 % instead of 95 % for 5.
 
     Args:
         sums: float64 (windows, columns), in the order of the text.
@@ -66,7 +83,7 @@ def bootstrap_intervals(
     windows = len(counts)
     value = sums.sum(0) / counts.sum()
     if windows < 2:
-        return Estimates(value, None, None)
+        return Estimates(value, None, None, None)
     length = block_length(windows) if dependent else 1
     # Residuals instead of ratios: of mean 0, so that equal windows give exactly 0.
     residuals = sums - counts[:, None] * value
@@ -78,7 +95,14 @@ def bootstrap_intervals(
     error = drawn.std(0) * math.sqrt(effective / (effective - 1))
     if dependent:
         error *= np.sqrt(recolour(residuals, length))
-    return Estimates(value, error, np.full(len(value), float(windows // length - 1)))
+    freedom = np.full(len(value), float(windows // length - 1))
+    return Estimates(value, error, freedom, _skewness(blocks[:, :-1]) / math.sqrt(effective))
+
+
+def _skewness(rows: np.ndarray) -> np.ndarray:
+    """Of each column, whose mean is 0; 0 for a column of zeros."""
+    power, cubes = (rows**2).mean(0), (rows**3).mean(0)
+    return np.divide(cubes, power**1.5, out=np.zeros_like(power), where=power > 0)
 
 
 def recolour(residuals: np.ndarray, length: int) -> np.ndarray:
@@ -112,14 +136,19 @@ def combine(parts: list[Estimates], counts: list[float]) -> Estimates:
     """
     weights = np.array(counts, dtype=np.float64)[:, None] / sum(counts)
     value = (weights * np.stack([part.value for part in parts])).sum(0)
-    known = [(p.error, p.freedom) for p in parts if p.error is not None and p.freedom is not None]
-    if len(known) < len(parts):
-        return Estimates(value, None, None)
-    variances = (weights * np.stack([error for error, _ in known])) ** 2
-    each = (variances**2 / np.stack([freedom for _, freedom in known])).sum(0)
-    total = variances.sum(0)
+    skews, freedoms = [], []
+    errors = np.zeros((len(parts), len(value)))
+    for row, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        if part.error is None or part.freedom is None or part.skewness is None:
+            return Estimates(value, None, None, None)
+        errors[row] = weight * part.error
+        freedoms.append(part.freedom)
+        skews.append(part.skewness)
+    total, each = (errors**2).sum(0), (errors**4 / np.stack(freedoms)).sum(0)
     freedom = np.divide(total**2, each, out=np.ones_like(total), where=each > 0)
-    return Estimates(value, np.sqrt(total), freedom)
+    cubes = (errors**3 * np.stack(skews)).sum(0)
+    skewness = np.divide(cubes, total**1.5, out=np.zeros_like(total), where=total > 0)
+    return Estimates(value, np.sqrt(total), freedom, skewness)
 
 
 def _resample(blocks: np.ndarray, draws: int, samples: int, seed: int) -> np.ndarray:
