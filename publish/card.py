@@ -66,6 +66,9 @@ def describe_results(report: dict, measured: str, plot: bool) -> list[str]:
     if len(report["slices"]) > 1:
         parts.append("By slice of text:")
         parts.append(_slice_table(report, measured))
+    if report["tasks"]:
+        parts.append("Tasks of lm-evaluation-harness, paired by question (McNemar's exact test):")
+        parts.append(_task_table(report, measured))
     if plot:
         parts.append(f"![Perplexity, divergence and loss by position]({PLOT})")
     return [*parts, "All numbers are in `eval/eval.json`."]
@@ -105,6 +108,25 @@ def _slice_table(report: dict, measured: str) -> str:
                 f"{record['top1_agreement']:.1%}",
             )
         )
+    return tables.format_table(rows)
+
+
+def _task_table(report: dict, measured: str) -> str:
+    rows = [("task", "questions", "original", "this one", "difference", "p")]
+    for task, metrics in report["tasks"].items():
+        for metric, facts in metrics.items():
+            record = facts["candidates"][measured]
+            p = record["mcnemar_p"]
+            rows.append(
+                (
+                    f"{task}, {metric}",
+                    f"{facts['questions']:,}",
+                    f"{facts['teacher']:.4f}",
+                    f"{record['score']:.4f}",
+                    format_gap(record["difference"], record["difference_interval"]),
+                    tables.NOT_KNOWN if p is None else f"{p:.3g}",
+                )
+            )
     return tables.format_table(rows)
 
 

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from bilinearize import InputError
 from bilinearize.convert.export import export
 from bilinearize.model import card
-from bilinearize.publish.card import choose_license, format_card
+from bilinearize.publish.card import choose_license, describe_results, format_card
 from bilinearize.publish.plan import cut_paths, plan_upload
 
 
@@ -41,6 +41,19 @@ def test_metadata(text, finished):
         for key in ("perplexity", "gap", "kl", "top1_agreement"):
             assert found[name, key] == part["candidates"]["finetuned"][key]
     assert parsed.model_name == "pico-bilinear"
+
+
+def test_tasks_are_in_the_card(plan):
+    record = {"score": 0.5, "difference": -0.125, "difference_interval": [-0.25, 0.0]}
+    record |= {"gained": 1, "lost": 2, "mcnemar_p": 0.03125}
+    facts = {"questions": 1234, "teacher": 0.625, "candidates": {"finetuned": record}}
+    report = plan.report | {"tasks": {"arc_easy": {"acc": facts}}}
+    text = "\n".join(describe_results(report, "finetuned", plot=False))
+    row = next(line for line in text.splitlines() if "arc_easy, acc" in line)
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == [
+        *("arc_easy, acc", "1,234", "0.6250", "0.5000", "-0.125 [-0.250, 0.000]", "0.0312")
+    ]
 
 
 def test_a_hub_source_is_the_base_model(plan):
