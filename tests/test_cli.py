@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from bilinearize import InputError
-from bilinearize.cli import build_parser, main, spell_out
+from bilinearize.cli import COMMANDS, build_parser, main, spell_out
 from bilinearize.model.checkpoint import load_causal_lm
 
 ROOT = Path(__file__).parents[1]
@@ -124,6 +125,11 @@ def test_changed_settings_are_refused_by_name(run_folder, capsys):
     assert "finetune.learning_rate changed since finetuned, eval" in line
     line = error_line(capsys, "run", path, "--convert.tokens", "512")
     assert "convert.tokens" in line and "converted" in line
+
+
+def test_every_subcommand_is_carried_out():
+    names = re.findall(r"{([a-z,]+)}", build_parser().format_help())[0].split(",")
+    assert sorted(names) == sorted(COMMANDS)
 
 
 def test_switches_need_no_value_and_hyphens_are_taken():
