@@ -5,6 +5,7 @@ import shutil
 import time
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 
 import torch
 from tqdm import tqdm
@@ -20,6 +21,8 @@ from bilinearize.model.device import choose_device
 from bilinearize.model.errors import InputError
 from bilinearize.model.text import fingerprint, pack_windows, read_documents
 
+# Held-out error over the fitted tokens' above which the user is told.
+OVERFIT = 1.5
 FITTED = ("refit", "layerwise", "affine")
 
 
@@ -196,6 +199,26 @@ def converted_config(
 def one_if_equal(values: list):
     """The value that all entries have, else the list."""
     return values[0] if all(value == values[0] for value in values) else values
+
+
+def describe_fit(record: dict) -> list[str]:
+    """The layers' fit errors in a line, and a warning if they are much lower on the text fitted."""
+    layers = [layer for layer in record["layers"] if "calibration_error" in layer]
+    if not layers:
+        return []
+    worst = max(layers, key=lambda layer: layer["heldout_error"])
+    heldout = median(layer["heldout_error"] for layer in layers)
+    own = median(layer["calibration_error"] for layer in layers)
+    lines = [
+        f"Fit error of a layer's output: {heldout:.4f} on held-out tokens, {own:.4f} on those "
+        f"fitted (medians); worst is layer {worst['layer']}, {worst['heldout_error']:.4f} held out."
+    ]
+    if heldout > OVERFIT * own:
+        lines.append(
+            f"The fit overfits its {record['calibration']['tokens']} tokens: more --tokens will "
+            "bring it down."
+        )
+    return lines
 
 
 def snapshot_commit(folder: Path) -> str | None:

@@ -246,12 +246,15 @@ def _shown(text: str) -> str:
 
 
 def _fit_table(layers: Sequence[dict]) -> list[str]:
-    rows: list[tuple[str, ...]] = [("layer", "affine gates", "as written")]
+    rows: list[tuple[str, ...]] = [
+        ("layer", "affine gates", "as written", "as written, on the text fitted")
+    ]
     for layer in layers:
-        errors = [layer.get("affine_error"), layer.get("heldout_error")]
+        names = ("affine_error", "heldout_error", "calibration_error")
+        errors = [layer.get(name) for name in names]
         kept = layer.get("form") == "gated"
         cells = ["" if error is None else f"{error:.4f}" for error in errors]
-        rows.append((str(layer["layer"]), *(("left as it was", "") if kept else cells)))
+        rows.append((str(layer["layer"]), *(("left as it was", "", "") if kept else cells)))
     note = (
         "Error of each layer's MLP output on held-out windows, as a share of its sum of squares, "
         "tokens weighted by the inverse power of the residual stream:"

@@ -25,10 +25,12 @@ from bilinearize.publish.config import PushConfig
 
 def run_convert(args: Namespace) -> None:
     """`bilinearize convert`."""
-    from bilinearize.convert.run import convert
+    from bilinearize.convert.run import convert, describe_fit
 
     record = convert(args.source, Path(args.out), **args_of(args, ConvertConfig))
     print(f"{args.out}: {record['method']} conversion of {args.source}, {record['seconds']} s")
+    for line in describe_fit(record):
+        print(line)
 
 
 def run_scan(args: Namespace) -> None:

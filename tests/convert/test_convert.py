@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from bilinearize import InputError
 from bilinearize.convert.fit import GATE_RIDGE
-from bilinearize.convert.run import convert
+from bilinearize.convert.run import convert, describe_fit
 from bilinearize.convert.stream import HELDOUT, SAMPLE, sample_mask
 from bilinearize.model.checkpoint import load_causal_lm
 from bilinearize.model.text import pack_windows, read_documents
@@ -386,3 +386,13 @@ def test_bad_options_are_named(pico_llama, text_file, tmp_path):
         convert(source, tmp_path / "there", method="taylor")
     with pytest.raises(InputError, match="no such checkpoint folder"):
         convert(str(tmp_path / "nowhere"), out, method="taylor")
+
+
+def test_overfit_is_shown(pico_llama, text_file, tmp_path):
+    options = dict(text=str(text_file), window=WINDOW)
+    few = convert(str(pico_llama), tmp_path / "few", tokens=128, **options)
+    many = convert(str(pico_llama), tmp_path / "many", tokens=4096, **options)
+    assert "overfits its 128 tokens" in describe_fit(few)[-1]
+    assert len(describe_fit(many)) == 1 and "held-out" in describe_fit(many)[0]
+    assert "on the text fitted" in (tmp_path / "few" / "README.md").read_text()
+    assert describe_fit(convert(str(pico_llama), tmp_path / "t", method="taylor")) == []
