@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from bilinearize.convert.options import parse_size
 from bilinearize.convert.writer import ShardWriter
 from bilinearize.model import checkpoint
+from bilinearize.model.card import write_card
 from bilinearize.model.errors import InputError
 from bilinearize.model.families import CONVERTED_TYPES, Family
 from bilinearize.model.modeling_bilinear import BilinearMLP
@@ -84,6 +85,8 @@ def export(
             shutil.copyfile(family.path, partial / f"{family.module}.py")
         write_records(folder, partial, record)
         target.to_json_file(partial / "config.json", use_diff=False)
+        if (partial / "bilinearize.json").is_file():
+            write_card(partial)
     return record
 
 
@@ -235,15 +238,8 @@ def write_tensors(
 
 
 def write_records(folder: Path, partial: Path, record: dict) -> None:
-    """export.json, the conversion's record as it was, and a card that says what this is."""
+    """export.json, and the records of what was exported as they were; the card is made of them."""
     (partial / "export.json").write_text(json.dumps(record, indent=2) + "\n")
     for name in ("bilinearize.json", "finetune.json"):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, partial / name)
-    custom = "no custom code is needed" if record["format"] == "stock" else "trust_remote_code=True"
-    (partial / "README.md").write_text(
-        "---\nlibrary_name: transformers\ntags: [bilinearize, bilinear]\n---\n"
-        f"# {Path(record['source']).name}, exported as {record['format']}\n\n"
-        f"The same function as `{Path(record['source']).name}`, written as {record['note']} "
-        f"(`{record['class']}`, {record['parameters']:,} parameters; to load it: {custom}).\n"
-    )

@@ -140,3 +140,11 @@ def test_what_can_not_be_exported_is_named(pico_llama, text_file, tmp_path):
         assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="--format is 'onnx'; use one of stock"):
         export(str(tmp_path / "part"), tmp_path / "out", format="onnx")
+
+
+def test_the_card_says_what_it_is(conversions, tmp_path):
+    export(str(conversions["rank 1"]), tmp_path / "stock")
+    card = (tmp_path / "stock" / "README.md").read_text()
+    assert "no custom code is needed" in card and "`LlamaForCausalLM`" in card
+    export(str(conversions["rank 1"]), tmp_path / "squares", format="squares")
+    assert "trust_remote_code=True" in (tmp_path / "squares" / "README.md").read_text()

@@ -79,7 +79,7 @@ def test_gated_conversion_gives_the_source_logits_exactly(gemma3, heldout, tmp_p
 def test_refit_on_little_text_beats_taylor(gemma3, heldout, texts, tmp_path):
     found = {"teacher": perplexity(gemma3, heldout)}
     # A third of the layers, one with full attention among them, takes a third of the time.
-    options = dict(layers="0,3,5,8,12,16", text=str(texts["train"]), tokens=1024, window=WINDOW)
+    options = dict(layers="0,3,5,8,12,16", text=str(texts["train"]), tokens=2816, window=WINDOW)
     for method in ("taylor", "refit"):
         convert(str(gemma3), tmp_path / method, method=method, **options)
         found[method] = perplexity(tmp_path / method, heldout)
