@@ -20,8 +20,7 @@ from torch.nn.functional import log_softmax
 from tqdm import tqdm
 
 from bilinearize.finetune.data import Windows
-from bilinearize.finetune.teacher import head_of, last_hidden
-from bilinearize.model.checkpoint import load_causal_lm
+from bilinearize.finetune.teacher import head_of, last_hidden, load_whole
 from bilinearize.model.errors import InputError
 
 DESCRIPTION = "teacher.json"
@@ -81,7 +80,7 @@ def ensure_cache(
         for name, windows in sets.items():
             shape = len(windows), windows.rows[0].shape[1] - 1, expected["top_k"]
             arrays[name] = _open(partial, name, shape, "w+" if processes.is_main_process else "r+")
-    model: Any = load_causal_lm(teacher)
+    model: Any = load_whole(teacher)
     model.to(processes.device)
     if expected["top_k"] > model.config.vocab_size:
         raise InputError(f"--top_k {expected['top_k']} is more than the vocabulary has; use less.")

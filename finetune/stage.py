@@ -27,9 +27,9 @@ from bilinearize.finetune.teacher import (
     SharedTeacher,
     decoder_layers,
     first_difference,
+    load_whole,
     norm_names,
 )
-from bilinearize.model.checkpoint import load_causal_lm
 from bilinearize.model.errors import InputError
 from bilinearize.model.modeling_bilinear import BilinearMLP
 from bilinearize.model.symmetry import balance_
@@ -46,7 +46,7 @@ def build_stage(
     Raises:
         InputError: if a checkpoint is not whole, or the homotopy has nothing to move.
     """
-    model = load_causal_lm(student)
+    model = load_whole(student)
     layers = decoder_layers(model)
     for layer in layers:
         if isinstance(layer.mlp, BilinearMLP) and layer.mlp.form == "bilinear":
@@ -70,7 +70,7 @@ def build_stage(
     teach = weights.need_teacher or config.watches()
     loaded = teach and config.teacher_mode != "cached"
     if loaded or homotopy == "blend":
-        source = load_causal_lm(teacher, getattr(torch, config.teacher_dtype))
+        source = load_whole(teacher, getattr(torch, config.teacher_dtype))
         note = _ride(config, model, source, homotopy == "blend", loaded)
         original = SeparateTeacher(source) if loaded and note is not None else None
     moving = _homotopy(config, homotopy, layers)
@@ -174,7 +174,7 @@ def finished_model(
     Raises:
         RuntimeError: if an MLP is not exactly bilinear after a homotopy.
     """
-    model = load_causal_lm(student)
+    model = load_whole(student)
     tuner = add_lora(model, config.lora_rank, config.seed) if config.train == "lora" else None
     with torch.no_grad():
         parameters = dict(model.named_parameters())

@@ -6,14 +6,17 @@ all else as it was; `SeparateTeacher` is a second, frozen model.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_utils import PreTrainedModel
 
 from bilinearize.finetune.riding import Riding, teaching
+from bilinearize.model.checkpoint import load_causal_lm
 
 # Fields of a configuration that do not change what the layers outside the MLPs compute.
 NOT_SHARED = (
@@ -59,6 +62,13 @@ class SeparateTeacher(nn.Module):
     def runs(self, student: PreTrainedModel) -> Iterator[PreTrainedModel]:
         """Within the block, the model yielded computes what the source does."""
         yield self.model.eval()
+
+
+def load_whole(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Load a model whole in this process, under ZeRO-3 too, where transformers would shard it: its
+    modules are yet to be changed."""
+    unset_hf_deepspeed_config()
+    return load_causal_lm(folder, dtype)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[Any]:

@@ -3,10 +3,11 @@
 import json
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
@@ -132,6 +133,23 @@ def test_deepspeed_reads_its_configurations(stage):
     assert config.zero_config.stage == stage and config.bfloat16_config.enabled
     with pytest.raises(Exception, match="stage"):
         deepspeed.DeepSpeedConfig(settings | filled | {"zero_optimization": {"stage": 7}})
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_trains_alike_and_resumes(stage, job, finished, history, weights, tmp_path):
+    pair = job | {"batch_size": 2}
+    again = pair | {"out": str(tmp_path / "again")}
+    jobs = [pair | {"out": str(tmp_path / "out")}, again | {"interrupt_after": 6}, again]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+    command += ["--config_file", f"configs/accelerate/zero{stage}.yaml"]
+    command += ["--main_process_port", "0", str(Path(__file__).with_name("job.py"))]
+    done = subprocess.run([*command, json.dumps(jobs)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for ours, theirs in zip(history(tmp_path / "out"), history(finished), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+    first, second = weights(tmp_path / "out"), weights(tmp_path / "again")
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "slurm").glob("*.sh")))
