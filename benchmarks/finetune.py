@@ -81,16 +81,15 @@ def plain(student: Path, teacher: Path) -> Callable[[torch.Tensor], None]:
 KINDS = {"plain": plain, "distilling": distilling}
 
 
-def measure_peak(kind: str, folders: tuple[Path, Path], batch: int, window: int) -> int:
-    """Peak memory of a process of its own that loads what it needs and makes two steps."""
-    command = [sys.executable, __file__, "--peak_of", kind, *map(str, folders)]
-    command += ["--batch", str(batch), "--window", str(window)]
+def in_process(*arguments: Any) -> int:
+    """What this script prints last with these arguments, in a process of its own."""
+    command = [sys.executable, __file__, *map(str, arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     return int(done.stdout.split()[-1])
 
 
 def peak_of(kind: str, folders: tuple[Path, Path], batch: int, window: int) -> int:
-    """What `measure_peak` has done in that process: memory beyond that of the imports."""
+    """Peak memory of loading what is needed and making two steps, beyond that of the imports."""
     before = status_bytes("VmRSS")
     step = KINDS[kind](*folders)
     gc.collect()
@@ -118,8 +117,8 @@ def measure_speed(folders: tuple[Path, Path], batch: int, window: int, steps: in
     return median(ratios)
 
 
-def loss_peak(tokens: int, size: int, vocabulary: int) -> int:
-    """Peak memory of the chunked KL and its gradient, beyond its inputs."""
+def loss_peak(tokens: int, size: int, vocabulary: int, chunk: int) -> int:
+    """Peak memory of the KL and its gradient, beyond its inputs, `chunk` tokens at a time."""
     torch.manual_seed(0)
     heads = [nn.Linear(size, vocabulary, bias=False).requires_grad_(False) for _ in range(2)]
     hidden = torch.randn(tokens, size).requires_grad_()
@@ -128,7 +127,7 @@ def loss_peak(tokens: int, size: int, vocabulary: int) -> int:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = status_bytes("VmRSS")
-    loss_sums(hidden, heads[0], labels, theirs, heads[1], weights, 128)[0].backward()
+    loss_sums(hidden, heads[0], labels, theirs, heads[1], weights, chunk)[0].backward()
     return status_bytes("VmHWM") - before
 
 
@@ -139,7 +138,11 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--peak_of", choices=KINDS)
+    parser.add_argument("--loss_of", type=int, nargs=4)
     options = parser.parse_args()
+    if options.loss_of:
+        print(loss_peak(*options.loss_of))
+        return
     if options.peak_of:
         folders = Path(options.model[0]), Path(options.model[1])
         print(peak_of(options.peak_of, folders, options.batch, options.window))
@@ -151,7 +154,8 @@ def main() -> None:
         folders = student, teacher
         sizes = {}
         for kind in KINDS:
-            sizes[kind] = measure_peak(kind, folders, options.batch, options.window)
+            shape = "--batch", options.batch, "--window", options.window
+            sizes[kind] = in_process("--peak_of", kind, *shape, *folders)
             print(f"peak memory, {kind}: {sizes[kind] / 2**30:.2f} GiB", flush=True)
         memory = sizes["distilling"] / sizes["plain"]
         print(f"memory ratio {memory:.3f} (target: at most 1.25)")
@@ -159,12 +163,12 @@ def main() -> None:
         print(f"speed ratio {speed:.3f} (target: at least 0.7)")
         config = json.loads((teacher / "config.json").read_text())
     size, vocabulary = config["hidden_size"], config["vocab_size"]
-    peaks = {tokens: loss_peak(tokens, size, vocabulary) for tokens in (512, 2048, 8192)}
+    peaks = {n: in_process("--loss_of", n, size, vocabulary, 128) for n in (512, 2048, 8192)}
     for tokens, peak in peaks.items():
-        whole = tokens * vocabulary * 4
-        print(
-            f"loss of {tokens} tokens: peak {peak / 2**20:.0f} MiB; logits {whole / 2**20:.0f} MiB"
-        )
+        print(f"loss of {tokens} tokens: peak {peak / 2**20:.0f} MiB", end="; ")
+        print(f"their logits {tokens * vocabulary * 4 / 2**20:.0f} MiB")
+    whole = in_process("--loss_of", 2048, size, vocabulary, 2048)
+    print(f"not chunked, of 2048 tokens: peak {whole / 2**20:.0f} MiB")
     growth = (peaks[8192] - peaks[512]) / ((8192 - 512) * vocabulary * 4)
     print(f"growth of the loss's peak over that of the logits {growth:.4f} (target: below 0.1)")
 
