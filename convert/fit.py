@@ -5,14 +5,15 @@ N tokens, slot j of m (intermediate_size), outputs d (hidden_size), token weight
 plain sums over tokens, so those of two parts of the text add up to those of the whole.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 # Ridge of the down_proj correction, relative to features scaled to unit second moment.
 RIDGES = tuple(10.0 ** (exponent / 2) for exponent in range(-8, 5))
-# Where the search starts: what most layers take at some ten thousand tokens.
-FIRST_RIDGE = RIDGES[7]
+# Where the search starts, times unknowns over tokens: what most layers take.
+FIRST_RIDGE = 2.5
 NO_CORRECTION = float("inf")
 # Ridge of the joint gate fit towards the gates it starts from, relative to unit-scaled features.
 GATE_RIDGE = 1e-3
@@ -119,6 +120,7 @@ class LinearSums:
     def __init__(self, slots: int, outputs: int, device: torch.device):
         self.upper = torch.zeros(slots + 1, slots + 1, dtype=torch.float64, device=device)
         self.cross = torch.zeros(slots + 1, outputs, dtype=torch.float64, device=device)
+        self.tokens, self.mirrored = 0, False
         self.energy = torch.zeros((), dtype=torch.float64, device=device)
         self.target_energy = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -128,17 +130,20 @@ class LinearSums:
         scaled = torch.cat([features, torch.ones_like(root)], 1) * root
         residual = residual * root
         add_gram(self.upper, scaled)
+        self.tokens, self.mirrored = self.tokens + len(features), False
         self.cross += scaled.T @ residual
         self.energy += residual.double().square().sum()
         self.target_energy += (target * root).double().square().sum()
 
     @property
     def gram(self) -> torch.Tensor:
-        return full_gram(self.upper)
+        if not self.mirrored:
+            self.upper, self.mirrored = full_gram(self.upper), True
+        return self.upper
 
     def __add__(self, other: "LinearSums") -> "LinearSums":
         total = LinearSums(len(self.upper) - 1, self.cross.shape[1], self.upper.device)
-        for name in ("upper", "cross", "energy", "target_energy"):
+        for name in ("tokens", "upper", "cross", "energy", "target_energy"):
             setattr(total, name, getattr(self, name) + getattr(other, name))
         return total
 
@@ -194,8 +199,9 @@ class Refit:
 def refit(fitted: LinearSums, heldout: LinearSums) -> Refit:
     """Fit a correction, its ridge chosen by held-out error.
 
-    The search walks the grid `RIDGES` downhill from `FIRST_RIDGE`, then compares with no correction
-    at all, so the held-out error is never above that of the block as it is.
+    The search walks the grid `RIDGES` downhill from what that many tokens usually take, then
+    compares with no correction at all, so the held-out error is never above that of the block as it
+    is.
     """
     solved: dict[int, tuple[float, torch.Tensor]] = {}
 
@@ -205,7 +211,8 @@ def refit(fitted: LinearSums, heldout: LinearSums) -> Refit:
             solved[index] = heldout.error(correction), correction
         return solved[index][0]
 
-    best = RIDGES.index(FIRST_RIDGE)
+    usual = FIRST_RIDGE * len(fitted.cross) / max(1, fitted.tokens)
+    best = min(range(len(RIDGES)), key=lambda index: abs(math.log(RIDGES[index] / usual)))
     for step in (1, -1):
         while 0 <= best + step < len(RIDGES) and at(best + step) < at(best):
             best += step
