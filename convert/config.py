@@ -85,6 +85,10 @@ class ScanConfig:
     """Rank of the blocks, 1 to 4."""
     leave: int = 5
     """How many layers the suggestion leaves unconverted."""
+    higher_rank: int | None = None
+    """Fit each layer at this rank as well, and suggest which ones to give it."""
+    budget: float = 0.1
+    """Weights that the higher rank may add, as a share of all MLPs' weights."""
     device: str = "auto"
     """Where layers run: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
     state_budget: str = "8GB"

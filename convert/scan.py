@@ -33,6 +33,8 @@ def scan(
     bos: str = "auto",
     rank: int = 1,
     leave: int = 5,
+    higher_rank: int | None = None,
+    budget: float = 0.1,
     device: str = "auto",
     state_budget: str = "8GB",
     revision: str | None = None,
@@ -45,16 +47,26 @@ def scan(
     Returns:
         What `scan.json` in `out` holds: the loss of the source and each layer's cost, in nats a
         token, with its standard error over windows; the layers to convert when the `leave` dearest
-        are left.
+        are left; with `higher_rank` also each layer's cost at that rank, and ranks for all layers
+        that add no more than the share `budget` to the MLPs' weights.
 
     Raises:
         InputError: if the source, the text or an option can't be used; nothing is written then.
     """
     checkpoint.check_new(out)
-    place, budget = choose_device(device), parse_size(state_budget)
+    place, state_bytes = choose_device(device), parse_size(state_budget)
     folder = checkpoint.resolve_checkpoint(source, revision)
     model = Source(folder)
     plan = make_plan(model.layers, "refit", rank, 1, None)
+    ranks = [rank]
+    if higher_rank is not None:
+        make_plan(model.layers, "refit", higher_rank, 1, None)
+        if higher_rank <= rank or budget <= 0:
+            raise InputError(
+                f"--higher_rank is {higher_rank} and --budget {budget}; use a rank above {rank} "
+                "and a share above 0."
+            )
+        ranks.append(higher_rank)
     if not 0 <= leave < model.layers:
         raise InputError(f"--leave is {leave}; use 0 to {model.layers - 1}.")
     wanted = tokens // window * window + eval_tokens
@@ -67,38 +79,51 @@ def scan(
         )
     check_tokens(model, plan, "refit", windows[:fitted])
     with checkpoint.atomic_folder(out) as partial:
-        stream = Stream(model, windows[:fitted], place, budget, partial)
-        blocks, errors = fit_alone(model, LayerConverter("refit", torch.float32, stream), rank)
+        stream = Stream(model, windows[:fitted], place, state_bytes, partial)
+        converter = LayerConverter("refit", torch.float32, stream)
+        fits = fit_alone(model, converter, ranks)
+        blocks = [[block for block, _ in fit] for fit in fits]
         result = measure(folder, blocks, windows[fitted:], place)
-        for layer, error in zip(result["layers"], errors, strict=True):
-            layer["heldout_error"] = error
+        for layer, fit in zip(result["layers"], fits, strict=True):
+            layer["heldout_error"] = fit[0][1]
         result |= {"source": source, "rank": rank, "text": text, "tokens": fitted * window}
         result |= {"eval_tokens": windows[fitted:].numel(), "window": window}
         result["left"] = sorted(dearest(result["layers"])[:leave])
         result["convert_layers"] = spans(set(range(model.layers)) - set(result["left"]))
+        if higher_rank is not None:
+            result["higher_rank"] = higher_rank
+            result["ranks"] = suggest_ranks(result["layers"], rank, higher_rank, budget)
         write_report(partial, result)
     return result
 
 
 def fit_alone(
-    model: Source, converter: LayerConverter, rank: int
-) -> tuple[list[torch.nn.Module], list[float]]:
-    """Each layer's block fitted on the source's own states, and its held-out error."""
+    model: Source, converter: LayerConverter, ranks: list[int]
+) -> list[list[tuple[torch.nn.Module, float]]]:
+    """Each layer's block of each rank, fitted on the source's states, and its held-out error."""
     stream = converter.stream
     assert stream is not None
-    blocks, errors = [], []
+    fits = []
     for index in tqdm(range(model.layers), desc="fit", unit="layer"):
         layer, _ = model.load_layer(index, stream.device)
-        stream.student.copy_(stream.teacher)
-        block, record = converter(layer, rank)
-        blocks.append(block)
-        errors.append(record["heldout_error"])
-    return blocks, errors
+        before, fit = stream.teacher.clone() if len(ranks) > 1 else stream.teacher, []
+        for rank in ranks:
+            stream.teacher.copy_(before)
+            stream.student.copy_(before)
+            block, record = converter(layer, rank)
+            fit.append((block, record["heldout_error"]))
+        fits.append(fit)
+    return fits
 
 
 @torch.no_grad()
-def measure(folder: Path, blocks: list, windows: torch.Tensor, device: torch.device) -> dict:
-    """The loss of the source, and with each block alone in its place, over the same windows."""
+def measure(
+    folder: Path, blocks: list[list[Any]], windows: torch.Tensor, device: torch.device
+) -> dict:
+    """The loss of the source, and with each layer's block alone in its place, on the same windows.
+
+    Where a layer has a second block, its cost is the `higher_cost`.
+    """
     model: Any = checkpoint.load_causal_lm(folder)
     model.to(device)
 
@@ -111,14 +136,29 @@ def measure(folder: Path, blocks: list, windows: torch.Tensor, device: torch.dev
 
     base = losses()
     records = []
-    for index, block in enumerate(tqdm(blocks, desc="measure", unit="layer")):
-        layer = model.model.layers[index]
-        original, layer.mlp = layer.mlp, block
-        cost = losses() - base
+    for index, tried in enumerate(tqdm(blocks, desc="measure", unit="layer")):
+        layer, record = model.model.layers[index], {"layer": index}
+        original = layer.mlp
+        for block, name in zip(tried, ("cost", "higher_cost"), strict=False):
+            layer.mlp = block
+            cost = losses() - base
+            record[name] = cost.mean().item()
+            record.setdefault("standard_error", cost.std().item() / len(cost) ** 0.5)
         layer.mlp = original
-        error = cost.std().item() / len(cost) ** 0.5
-        records.append({"layer": index, "cost": cost.mean().item(), "standard_error": error})
+        records.append(record)
     return {"source_loss": base.mean().item(), "layers": records}
+
+
+def suggest_ranks(layers: list[dict], rank: int, higher: int, budget: float) -> list[int]:
+    """Ranks for all layers: the higher one where it saves most, as far as `budget` goes.
+
+    A slot of rank r has `2 r + 1` vectors, so that a higher rank adds the same to each layer.
+    """
+    added = 2 * (higher - rank) / (2 * rank + 1) / len(layers)
+    gains = {each["layer"]: each["cost"] - each["higher_cost"] for each in layers}
+    best = sorted(gains, key=lambda layer: -gains[layer])[: int(budget / added + 1e-9)]
+    raised = {layer for layer in best if gains[layer] > 0}
+    return [higher if each["layer"] in raised else rank for each in layers]
 
 
 def dearest(layers: list[dict]) -> list[int]:
@@ -175,4 +215,10 @@ def format_table(result: dict) -> str:
         f"{result['tokens']:,}; the source's loss is {result['source_loss']:.4f} nats. "
         f"To leave the {len(result['left'])} dearest: --layers {result['convert_layers']}",
     ]
+    if "ranks" in result:
+        raised = sum(value == result["higher_rank"] for value in result["ranks"])
+        lines.append(
+            f"To give {raised} layers rank {result['higher_rank']}, where it saves most: "
+            f"--rank '{result['ranks']}'"
+        )
     return "\n".join(lines)

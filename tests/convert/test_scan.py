@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from bilinearize import InputError
 from bilinearize.convert.options import parse_layers
 from bilinearize.convert.run import convert
-from bilinearize.convert.scan import scan, spans
+from bilinearize.convert.scan import scan, spans, suggest_ranks
 from bilinearize.model.checkpoint import load_causal_lm
 from bilinearize.model.text import pack_windows, read_documents
 
@@ -73,3 +73,28 @@ def test_bad_options_are_named(pico_llama, text_file, tmp_path):
         with pytest.raises(InputError, match=named):
             scan(source, out, text=str(text_file), **({"window": 32} | options))
         assert not out.exists()
+
+
+def test_ranks_are_raised_where_it_saves_most(pico_llama, text_file, tmp_path):
+    options = OPTIONS | {"eval_tokens": 512, "higher_rank": 2, "budget": 0.25}
+    result = scan(str(pico_llama), tmp_path / "out", text=str(text_file), **options, leave=1)
+    # One of three layers at rank 2 adds 2/9 of the MLPs' weights, two would be too many.
+    gains = [each["cost"] - each["higher_cost"] for each in result["layers"]]
+    expected = [1, 1, 1]
+    if max(gains) > 0:
+        expected[gains.index(max(gains))] = 2
+    assert result["ranks"] == expected
+    assert f"--rank '{expected}'" in (tmp_path / "out" / "scan.md").read_text()
+    for bad in ({"higher_rank": 1}, {"budget": 0.0}, {"higher_rank": 9}):
+        with pytest.raises(InputError, match="rank"):
+            scan(str(pico_llama), tmp_path / "bad", text=str(text_file), **options | bad, leave=1)
+
+
+def test_suggested_ranks_follow_the_gains_and_the_budget():
+    layers = [
+        {"layer": index, "cost": cost, "higher_cost": higher}
+        for index, (cost, higher) in enumerate([(0.3, 0.1), (0.2, 0.19), (0.5, 0.2), (0.1, 0.2)])
+    ]
+    assert suggest_ranks(layers, 1, 2, 0.34) == [2, 1, 2, 1]
+    assert suggest_ranks(layers, 1, 2, 9.0) == [2, 2, 2, 1]  # never where it costs more
+    assert suggest_ranks(layers, 1, 2, 0.1) == [1, 1, 1, 1]
