@@ -132,6 +132,9 @@ def test_every_recovery_command_runs(workplace, documents_file):
             workplace / (words[words.index("--out") + 1] if "--out" in words else words[3])
         ).is_dir()
     assert len(lines) == 11
+    for name in ("two", "sharded"):
+        record = json.loads((workplace / name / "finetune.json").read_text())
+        assert record["settings"]["processes"] == 2
 
 
 def test_every_publish_command_runs(workplace, capsys):

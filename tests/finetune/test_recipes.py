@@ -159,20 +159,6 @@ def test_slurm_scripts_are_shell(path):
     assert "#SBATCH --requeue" in text and "143" in text
 
 
-def test_launch_starts_the_processes(job, history, finished, tmp_path):
-    options = [f"--{name}={value}" for name, value in job.items() if name != "student"]
-    options = [option.replace("batch_size=4", "batch_size=2") for option in options]
-    command = [sys.executable, "-P", "-m", "bilinearize", "finetune", job["student"]]
-    command += [str(tmp_path / "out"), *options, "--launch", "2"]
-    command += ["--accelerate", str(ROOT / "configs" / "accelerate" / "cpu.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "out" / "finetune.json").read_text())
-    assert record["settings"]["processes"] == 2
-    ours, theirs = history(tmp_path / "out")[-1], history(finished)[-1]
-    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [((-1, None), "--launch is -1; use 1 or more"), ((2, "none.yaml"), "none.yaml: no such file")],
