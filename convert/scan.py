@@ -137,7 +137,8 @@ def measure(
     base = losses()
     records = []
     for index, tried in enumerate(tqdm(blocks, desc="measure", unit="layer")):
-        layer, record = model.model.layers[index], {"layer": index}
+        layer = model.model.layers[index]
+        record: dict[str, Any] = {"layer": index}
         original = layer.mlp
         for block, name in zip(tried, ("cost", "higher_cost"), strict=False):
             layer.mlp = block
