@@ -7,6 +7,7 @@ that replaces it is a sum of terms linear in a few coefficients:
     rank 2   + (a2 g + a3) g
     rank 3   + a4 u u
     rank 4   + a linear function of x of its own, (q x)(0 x + 1)
+    above    + squares found in what the block lacks, c (q x)^2; see `convert.squares`
 """
 
 import copy
@@ -17,7 +18,7 @@ from torch import nn
 
 from bilinearize.model.modeling_bilinear import BilinearMLP
 
-# Coefficients that a slot of each rank has.
+# Coefficients that a slot of each rank has in the joint fit; ranks above have those of rank 4.
 TERMS = {1: 2, 2: 4, 3: 5, 4: 5}
 # The same where an activation stands on the score: its linear function is a constant alone.
 SCORE_TERMS = TERMS | {4: 6}
@@ -67,6 +68,7 @@ def build_block(
         pairs.append((a[4] * u, u))
     if rank >= SKIP_RANK:
         pairs.append((a[5] * one, one))
+    pairs += [(torch.zeros_like(g),) * 2] * (rank - len(pairs))
     for linear, rows in zip(
         (block.gate_proj, block.up_proj), zip(*pairs, strict=True), strict=True
     ):
@@ -116,7 +118,7 @@ def corrected(block: BilinearMLP, correction: torch.Tensor) -> BilinearMLP:
     """A copy of `block` with a solved correction laid on it.
 
     `correction` (features, outputs) has a row for each slot, then, if any, one for each input (a
-    linear map of x, which becomes the last factor of every slot), then the constant's.
+    linear map of x, which goes into each slot's pair number `SKIP_RANK`), then the constant's.
     """
     block = copy.deepcopy(block)
     down, slots = block.down_proj, block.down_proj.in_features
@@ -126,7 +128,7 @@ def corrected(block: BilinearMLP, correction: torch.Tensor) -> BilinearMLP:
     if len(linear):
         # The shortest q_j with sum_j v_j q_j = the map.
         q = torch.linalg.lstsq(down.weight.double(), linear.T, driver="gelsd").solution
-        block.gate_proj.weight.view(slots, block.rank, -1)[:, -1].add_(q.float())
+        block.gate_proj.weight.view(slots, block.rank, -1)[:, SKIP_RANK - 1].add_(q.float())
     return block
 
 

@@ -14,7 +14,7 @@ class ConvertConfig:
     the gates' best lines on the calibration text; taylor: the gate's slope at 0, no text needed;
     gated: the source's MLPs as they are."""
     rank: int | list[int] = 1
-    """Products summed in each slot's score, 1 to 4; a list has one entry for each layer."""
+    """Products summed in each slot's score; a list has one entry for each layer."""
     expand: int = 1
     """Slots for each slot of the source, 1 to 3: a wider bilinear layer."""
     activation: Literal["identity", "relu", "relu2", "silu", "gelu"] = "identity"
@@ -82,7 +82,7 @@ class ScanConfig:
     bos: Literal["auto", "always", "never"] = "auto"
     """BOS at the start of each window."""
     rank: int = 1
-    """Rank of the blocks, 1 to 4."""
+    """Rank of the blocks."""
     leave: int = 5
     """How many layers the suggestion leaves unconverted."""
     higher_rank: int | None = None

@@ -10,12 +10,14 @@ from bilinearize.convert.block import (
     build_block,
     corrected,
     derivative_at_zero,
+    term_features,
     widen,
 )
 from bilinearize.convert.fit import NO_CORRECTION, Refit, refit
 from bilinearize.convert.layerwise import optimise
 from bilinearize.convert.scores import fit_scores
 from bilinearize.convert.source import Layer
+from bilinearize.convert.squares import add_square
 from bilinearize.convert.stream import Stream
 from bilinearize.model.modeling_bilinear import BilinearMLP
 from bilinearize.model.symmetry import balance_
@@ -90,6 +92,8 @@ class _Fit:
         gates = self._rounds(gates)
         if self.converter.method == "affine":
             return self.best[0], self.record
+        for pair in range(max(TERMS), self.rank):
+            self._add_square(pair)
         if self.converter.activation != "identity":
             self._activate(gates)
         if self.expand > 1:
@@ -103,8 +107,13 @@ class _Fit:
         block = build_block(self.mlp, gates, self.rank)
         # Two rounds at rank 1, the first a light one, then one a rank: what a lower rank tries is
         # tried here too, so that no rank fits worse than a lower one.
-        rounds = [1, *range(1, self.rank + 1)]
-        sums = self.stream.gate_sums(self.mlp, TERMS[self.rank])
+        mlp, top = self.mlp, min(self.rank, max(TERMS))
+        rounds = [1, *range(1, top + 1)]
+        sums = self.stream.gate_sums(
+            lambda x: term_features(mlp.gate_proj(x), mlp.up_proj(x), TERMS[top]),
+            TERMS[top],
+            mlp.down_proj,
+        )
         for number, rank in enumerate(rounds):
             start = gates.new_zeros(TERMS[rank], gates.shape[1])
             start[: len(gates)] = gates
@@ -120,6 +129,11 @@ class _Fit:
             # The next round must not see the held-out tokens.
             block = corrected(block, solved.fitted_correction)
         return gates
+
+    def _add_square(self, pair: int) -> None:
+        """Put a square into pair number `pair` of each slot, which is zero so far."""
+        block = add_square(self.stream, self.clean, pair)
+        self._keep_better(block, refit(*self.stream.down_sums(block, skip=True)))
 
     def _activate(self, gates: torch.Tensor) -> None:
         """Start anew with the activation on the scores."""

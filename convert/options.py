@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from bilinearize.convert.block import MAX_EXPAND, TERMS
+from bilinearize.convert.block import MAX_EXPAND, SCORE_TERMS
 from bilinearize.model.errors import InputError
 
 ACTIVATIONS = ("identity", "relu", "relu2", "silu", "gelu")
@@ -36,13 +36,17 @@ def make_plan(
     ranks = rank if isinstance(rank, list) else [rank] * count
     if len(ranks) != count:
         raise InputError(f"--rank has {len(ranks)} entries; the source has {count} layers.")
-    for value in ranks:
-        if value not in TERMS:
-            raise InputError(f"--rank is {value}; use 1 to {max(TERMS)}.")
     if not 1 <= expand <= MAX_EXPAND:
         raise InputError(f"--expand is {expand}; use 1 to {MAX_EXPAND}.")
     if activation not in ACTIVATIONS:
         raise InputError(f"--activation is {activation!r}; use one of {', '.join(ACTIVATIONS)}.")
+    for value in ranks:
+        if value < 1:
+            raise InputError(f"--rank is {value}; use 1 or more.")
+        if activation != "identity" and value not in SCORE_TERMS:
+            raise InputError(
+                f"--rank is {value}; with --activation {activation} use 1 to {max(SCORE_TERMS)}."
+            )
     if method not in FITTING and (set(ranks) != {1} or expand != 1 or activation != "identity"):
         raise InputError(
             f"--method {method} has rank 1, the source's width and no activation on its scores; "

@@ -135,8 +135,14 @@ def _fit_together(stream: Stream, mlp: Any, coefficients, block_of) -> BilinearM
     block = block_of(coefficients)
     error, share = stream.error(block), 1.0
     for _ in range(JOINT_STEPS):
-        sums = stream.gate_sums(mlp, len(coefficients), block)
-        down = block.down_proj
+        down, terms = block.down_proj, len(coefficients)
+
+        def features(x: torch.Tensor, block=block) -> torch.Tensor:
+            _, slope = value_and_slope(block.act_fn, block.scores(x))
+            found = term_features(mlp.gate_proj(x), mlp.up_proj(x), terms)
+            return found * slope.repeat(1, terms)
+
+        sums = stream.gate_sums(features, terms, down, block)
         step = sums.solve(down.weight, torch.zeros_like(down.bias), torch.zeros_like(coefficients))
         while share > 0.05:
             moved = block_of(coefficients + share * step)

@@ -5,7 +5,7 @@ original MLP's output on those inputs. One layer's weights are in memory at a ti
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from bilinearize.convert.block import term_features, value_and_slope
 from bilinearize.convert.fit import AffineSums, GateSums, LinearSums
 from bilinearize.convert.source import Layer, Source
 from bilinearize.convert.trunk import Trunk
@@ -216,23 +215,19 @@ class Stream:
             return [part.flatten(0, 1).to(self.device) for part in parts]
         return [part[mask[rows]].to(self.device) for part in parts]
 
-    def gate_sums(self, mlp: Any, terms: int, block: BilinearMLP | None = None) -> GateSums:
-        """Sums for fitting all slots' first `terms` coefficients together towards `mlp`.
+    def gate_sums(
+        self, features: Callable, terms: int, down: nn.Linear, block: nn.Module | None = None
+    ) -> GateSums:
+        """Sums for fitting all slots' coefficients together towards the layer's output.
 
-        With a `block` that has an activation they are for a step of its coefficients instead: the
-        features times the activation's slope, towards what the block lacks.
+        `features` gives x (tokens, d) as (tokens, terms * slots). With a `block` they are towards
+        what it lacks.
         """
-        down = mlp.down_proj
         sums = GateSums(down.in_features, terms, down.out_features, self.device)
         mask = self._mask(down.in_features)
         for rows, _ in self._batches():
             x, target, weight = self._tokens(rows, mask)
-            features = term_features(mlp.gate_proj(x), mlp.up_proj(x), terms)
-            if block is not None:
-                _, slope = value_and_slope(block.act_fn, block.scores(x))
-                features = features * slope.repeat(1, terms)
-                target = target - block(x)
-            sums.add(features, target, weight)
+            sums.add(features(x), target if block is None else target - block(x), weight)
         return sums
 
     def error(self, block: nn.Module) -> float:

@@ -13,9 +13,9 @@ OPTIONS = dict(tokens=2048, window=32)
 
 @pytest.fixture(scope="module")
 def conversions(pico_llama, text_file, tmp_path_factory):
-    """Records and folders by name: ranks 1 to 4, and widths 2 and 3."""
+    """Records and folders by name: ranks 1 to 6, and widths 2 and 3."""
     found = {}
-    forms = {f"rank {rank}": {"rank": rank} for rank in (1, 2, 3, 4)}
+    forms = {f"rank {rank}": {"rank": rank} for rank in (1, 2, 3, 4, 6)}
     forms |= {f"expand {expand}": {"expand": expand} for expand in (2, 3)}
     for name, form in forms.items():
         out = tmp_path_factory.mktemp("forms") / "out"
@@ -29,7 +29,7 @@ def first_errors(conversions, names):
 
 
 def test_no_rank_fits_worse_than_a_lower_one(conversions):
-    errors = first_errors(conversions, ["rank 1", "rank 2", "rank 3", "rank 4"])
+    errors = first_errors(conversions, [f"rank {rank}" for rank in (1, 2, 3, 4, 6)])
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < errors[0]
 
@@ -40,12 +40,14 @@ def test_wider_layers_fit_better(conversions):
     assert errors[-1] < errors[0]
 
 
-@pytest.mark.parametrize("name", ["rank 2", "rank 4", "expand 3"])
+@pytest.mark.parametrize("name", ["rank 2", "rank 4", "rank 6", "expand 3"])
 def test_forms_survive_a_reload(conversions, name):
     _, out = conversions[name]
     model = load_causal_lm(out)
     mlp = model.model.layers[1].mlp
-    rank, slots = {"rank 2": (2, 64), "rank 4": (4, 64), "expand 3": (1, 192)}[name]
+    rank, slots = {"rank 2": (2, 64), "rank 4": (4, 64), "rank 6": (6, 64), "expand 3": (1, 192)}[
+        name
+    ]
     assert mlp.rank == rank and mlp.down_proj.in_features == slots
     prompt = torch.arange(5)[None] + 100
     mask = torch.ones_like(prompt)
@@ -71,7 +73,8 @@ def test_chosen_layers_are_converted_and_the_others_kept(pico_llama, text_file, 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"rank": 0}, "--rank is 0; use 1 to 4"),
+        ({"rank": 0}, "--rank is 0; use 1 or more"),
+        ({"rank": 5, "activation": "relu"}, "--rank is 5; with --activation relu use 1 to 4"),
         ({"rank": [1, 2]}, "--rank has 2 entries; the source has 3 layers"),
         ({"expand": 9}, "--expand is 9"),
         ({"layers": "0-3"}, "--layers 0-3: the source has layers 0 to 2"),
