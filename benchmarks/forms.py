@@ -1,4 +1,4 @@
-"""What width, rank and method buy: benchmarks/forms.py MODEL OUT --text FILE --heldout FILE [FORM...]
+"""What width, rank and method buy: forms.py MODEL OUT --text FILE --heldout FILE [FORM...]
 
 Converts MODEL to each form (all of FORMS, if none is named) into OUT/<form>, where that is not done
 yet, and measures all of them on the held-out text. Writes OUT/forms.md, forms.json and forms.png:

@@ -132,10 +132,10 @@ def _step(features, target, root, coefficients, amplitude, damping, act):
 
 def _fit_together(stream: Stream, mlp: Any, coefficients, block_of) -> BilinearMLP:
     """Gauss-Newton steps of all slots; a step that does not help on held-out tokens is halved."""
-    block = block_of(coefficients)
+    block, terms = block_of(coefficients), len(coefficients)
     error, share = stream.error(block), 1.0
     for _ in range(JOINT_STEPS):
-        down, terms = block.down_proj, len(coefficients)
+        down = block.down_proj
 
         def features(x: torch.Tensor, block=block) -> torch.Tensor:
             _, slope = value_and_slope(block.act_fn, block.scores(x))
