@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from accelerate import DistributedType, PartialState
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from bilinearize.model.errors import InputError
 
@@ -43,8 +44,9 @@ def training_arguments(
         report_to: names of Trainer's integrations.
 
     Raises:
-        InputError: if this process sees several GPUs.
+        InputError: if this process sees several GPUs, or a tracker can't be used.
     """
+    _check_trackers(report_to or [])
     on_cpu = _cpu_forced() or not torch.accelerator.is_available()
     arguments = TrainingArguments(
         output_dir=str(output),
@@ -81,6 +83,20 @@ def training_arguments(
             "`accelerate launch`, or show only one by CUDA_VISIBLE_DEVICES."
         )
     return arguments
+
+
+def _check_trackers(names: list[str]) -> None:
+    """Raise InputError for a name that Trainer does not know, or whose library is missing."""
+    for name in names:
+        if name in ("all", "none"):
+            continue
+        if name not in INTEGRATION_TO_CALLBACK:
+            known = ", ".join(INTEGRATION_TO_CALLBACK)
+            raise InputError(f"--report_to is {name!r}; Trainer knows {known}.")
+        try:
+            INTEGRATION_TO_CALLBACK[name]()
+        except (ImportError, RuntimeError) as error:
+            raise InputError(f"--report_to {name}: not installed here ({error}).") from error
 
 
 def _let_cpus_shard() -> None:

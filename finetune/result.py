@@ -12,7 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from bilinearize.finetune.data import data_sha256
 from bilinearize.finetune.trainer import RecoveryTrainer
-from bilinearize.finetune.work import DATA, HISTORY, RESULT, SETTINGS, stage_folder
+from bilinearize.finetune.work import DATA, HISTORY, RESULT, RUNS, SETTINGS, stage_folder
 from bilinearize.model.card import write_card
 from bilinearize.model.checkpoint import atomic_folder, carry_files, list_tensors
 from bilinearize.model.families import CONVERTED_TYPES
@@ -62,6 +62,8 @@ def write_result(
         ]
         (partial / HISTORY).write_text("".join(json.dumps(line) + "\n" for line in lines))
         _write_json(partial / RECORD, _record(stages, work, dtype))
+        if (work / RUNS).is_dir():
+            shutil.copytree(work / RUNS, partial / RUNS)
         if (partial / "bilinearize.json").is_file():  # not so for a control
             write_card(partial)
 

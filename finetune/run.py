@@ -15,6 +15,7 @@ from typing import Any
 
 from accelerate import PartialState
 from transformers import TrainingArguments
+from transformers.integrations import TensorBoardCallback
 
 from bilinearize.finetune import data, work
 from bilinearize.finetune.arguments import training_arguments
@@ -137,6 +138,9 @@ def _train(
         tokens_before=span[0] * stage.window,
         keep_best=stage.keep_best,
     )
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
+            callback.logging_dir = str(folder.parent / work.RUNS / folder.name)
     if trainer.is_fsdp_enabled:
         processes.print(f"The model is sharded over {processes.num_processes} processes.")
     last = work.last_checkpoint(folder)

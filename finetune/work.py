@@ -19,6 +19,8 @@ HISTORY = "log.jsonl"
 RESULT = "result"
 DATA = "data"
 TEACHER = "teacher"
+RUNS = "runs"
+"""Where tensorboard's files are, a folder for each stage."""
 
 
 def work_folder(out: Path) -> Path:
