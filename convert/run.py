@@ -13,7 +13,8 @@ from tqdm import tqdm
 from bilinearize.convert.layer import LayerConverter
 from bilinearize.convert.options import Plan, check_training, make_plan, parse_size
 from bilinearize.convert.source import Source
-from bilinearize.convert.stream import Stream, heldout_windows
+from bilinearize.convert.states import heldout_windows
+from bilinearize.convert.stream import Stream
 from bilinearize.convert.writer import ShardWriter
 from bilinearize.model import checkpoint
 from bilinearize.model.card import read_license, write_card

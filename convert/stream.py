@@ -1,10 +1,10 @@
 """Stream calibration text through the layers: the teacher's states, and the student's so far.
 
 Layer i is fitted on the inputs that the already converted layers 0 to i-1 give it, towards the
-original MLP's output on those inputs. One layer's weights are in memory at a time.
+original MLP's output on those inputs and, in part, towards the teacher's state after the layer.
+One layer's weights are in memory at a time.
 """
 
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,55 +14,22 @@ from torch import nn
 
 from bilinearize.convert.fit import AffineSums, GateSums, LinearSums
 from bilinearize.convert.source import Layer, Source
+from bilinearize.convert.states import States, heldout_windows, sample_mask
 from bilinearize.convert.trunk import Trunk
 from bilinearize.model.modeling_bilinear import BilinearMLP
 
-# One window in HELDOUT is kept from the fit, to choose the ridge and to report the error; of a
-# long text fewer, some HELDOUT_TOKENS.
-HELDOUT = 4
-HELDOUT_TOKENS = 8192
 TOKENS_PER_BATCH = 4096
 # Fitted tokens, for each slot, that the gates read (the joint fit has a whole output vector a token
 # for two unknowns a slot), and a round whose down_proj only serves the next round's gates.
 SAMPLE = 4
+# Share of the student's drift from the teacher's states that a layer is asked to make up for, and
+# how many times apart two states may be in size to be compared so.
+DRIFT, ALIKE = 0.5, 3.0
 # Residual stream, in multiples of its median norm, beyond which an activation counts as massive.
 MASSIVE = 20.0
 # The same, beyond which a token counts as an attention sink: all others attend to it, so its error
 # weighs more than its own share.
 SINK, SINK_WEIGHT = 8.0, 10.0
-
-
-class States:
-    """Hidden states (windows, window, hidden_size) fp32, in memory or in a file past the budget."""
-
-    def __init__(self, shape: tuple[int, ...], budget_bytes: int, folder: Path):
-        count = torch.Size(shape).numel()
-        if count * 4 <= budget_bytes:
-            self.tensor = torch.empty(shape)
-        else:
-            with tempfile.NamedTemporaryFile(dir=folder, prefix="states-", delete=False) as file:
-                name = file.name
-            self.tensor = torch.from_file(name, shared=True, size=count).view(shape)
-            Path(name).unlink()  # the mapping keeps it until this object goes
-
-
-def heldout_windows(windows: torch.Tensor) -> torch.Tensor:
-    """Which windows (windows, window) are kept from the fit: bool (windows), one at least."""
-    every = min(len(windows), max(HELDOUT, windows.numel() // HELDOUT_TOKENS))
-    return torch.arange(len(windows)) % every == every - 1
-
-
-def sample_mask(shape: tuple[int, int], fitted: int, tokens: int) -> torch.Tensor:
-    """Some `tokens` tokens of the first `fitted` windows at random: bool (windows, window).
-
-    At random, since every n-th token of each window would take too many of the first ones, where
-    models keep their massive activations.
-    """
-    count = fitted * shape[1]
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    mask = torch.zeros(shape, dtype=torch.bool)
-    mask.view(-1)[order[: min(tokens, count)]] = True
-    return mask
 
 
 class _Capture(nn.Module):
@@ -175,6 +142,20 @@ class Stream:
         after = _power(batch.residual + factor * target)
         return factor * (self.limit / after.clamp_min(1e-12)).sqrt().clamp_max(1)
 
+    def undo_drift(self, batch: Batch, target: torch.Tensor) -> torch.Tensor:
+        """The target, moved `DRIFT` of the way to what brings the teacher's state after the layer.
+
+        What the blocks below did wrong shows in part in this MLP's input, and can be made up for.
+        The rest is noise to the fit, hence no more than a share. Tokens with massive activations,
+        or states of another size than the teacher's, keep their target.
+        """
+        rows = batch.rows
+        lacking = self.teacher[rows].to(target.device) - batch.residual - target
+        before, own = self.before[rows].to(target.device), _power(batch.residual)
+        alike = (own < ALIKE**2 * before) & (before < ALIKE**2 * own)
+        alike &= ~self.massive[rows].to(target.device)
+        return target + DRIFT * alike * lacking
+
     def fit_gates(self, layer: Layer) -> torch.Tensor:
         """Move the student past the attention; returns each slot's slope and intercept, (2, m)."""
         mlp = layer.mlp
@@ -189,6 +170,7 @@ class Stream:
             weight = self.weight[batch.rows].to(self.device)
             factor = torch.ones_like(weight)
             if not layer.joins:
+                target = self.undo_drift(batch, target)
                 factor = self.shrink(batch, target)
                 target = factor * target
                 # Where the student's state makes the MLP write far more than the teacher's does (a

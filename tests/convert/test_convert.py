@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from bilinearize import InputError
 from bilinearize.convert.fit import GATE_RIDGE
 from bilinearize.convert.run import convert, describe_fit
-from bilinearize.convert.stream import HELDOUT, SAMPLE, sample_mask
+from bilinearize.convert.states import HELDOUT, sample_mask
+from bilinearize.convert.stream import DRIFT, SAMPLE
 from bilinearize.model.checkpoint import load_causal_lm
 from bilinearize.model.text import pack_windows, read_documents
 
@@ -113,9 +114,10 @@ def reference_refit(folder, text, ridges):
         x = layer.post_attention_layernorm(student)
         g, u = mlp.gate_proj(x), mlp.up_proj(x)
         exact = torch.nn.functional.silu(g) * u
-        root = torch.maximum(power, mlp(x).square().mean(-1, keepdim=True)).rsqrt()
+        target = mlp(x) + DRIFT * (teacher - student - mlp(x))
+        root = torch.maximum(power, target.square().mean(-1, keepdim=True)).rsqrt()
         gates = reference_gates(*(part[some] for part in (g, u, exact, root)))
-        subset = [part[some] for part in (g, u, mlp(x), root)]
+        subset = [part[some] for part in (g, u, target, root)]
         new_down, bias = down, torch.zeros(len(down)).double()
         for number, ridge in enumerate(rounds, 1):
             last = number == len(rounds)
@@ -125,7 +127,7 @@ def reference_refit(folder, text, ridges):
             )
             features = (gates[0] * g + gates[1]) * u
             ones = torch.cat([features, torch.ones_like(root)], -1) * root
-            residual = (exact - features) @ down.T * root
+            residual = (target - features @ down.T) * root
             used = [part[which] for part in (ones, residual)]
             correction = ridge_lstsq(*used, ridge)
             new_down, bias = down + correction[:-1].T, correction[-1]

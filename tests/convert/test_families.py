@@ -16,7 +16,8 @@ from bilinearize import InputError
 from bilinearize.convert.run import convert
 from bilinearize.convert.shape import check_shape, describe_mlp
 from bilinearize.convert.source import Source
-from bilinearize.convert.stream import HELDOUT, Stream
+from bilinearize.convert.states import HELDOUT
+from bilinearize.convert.stream import Stream
 from bilinearize.model.checkpoint import load_causal_lm
 from bilinearize.model.families import FAMILIES
 from bilinearize.model.text import pack_windows, read_documents
