@@ -24,7 +24,7 @@ TOKENS_PER_BATCH = 4096
 SAMPLE = 4
 # Share of the student's drift from the teacher's states that a layer is asked to make up for, and
 # how many times apart two states may be in size to be compared so.
-DRIFT, ALIKE = 0.5, 3.0
+DRIFT, ALIKE = 0.4, 3.0
 # Residual stream, in multiples of its median norm, beyond which an activation counts as massive.
 MASSIVE = 20.0
 # The same, beyond which a token counts as an attention sink: all others attend to it, so its error

@@ -1,8 +1,8 @@
-"""Massive activations: what the targets of such tokens are cut to."""
+"""What the targets become: massive activations are cut, drift is made up for in part."""
 
 import torch
 
-from bilinearize.convert.stream import MASSIVE, Batch, Stream
+from bilinearize.convert.stream import ALIKE, DRIFT, MASSIVE, Batch, Stream
 
 HIDDEN = 16
 
@@ -46,3 +46,21 @@ def test_what_takes_a_massive_activation_back_shrinks_with_it():
     assert torch.cosine_similarity(student - 0.5 * teacher, teacher, -1)[0, 0] < -0.9
     left = student + factor * -0.5 * teacher
     assert torch.cosine_similarity(left, teacher, -1)[0, 0] > 0.99
+
+
+def test_a_share_of_the_drift_is_made_up_for_where_states_are_alike():
+    teacher = tokens(1, 1, 1, 1)
+    sizes = torch.tensor([1.1, 1.1, 1.1 * ALIKE, 0.9 / ALIKE])[None, :, None]
+    student = teacher * sizes + tokens(0.01, 0.01, 0.01, 0.01).flip(-1)
+    after, target = tokens(2, 2, 2, 2).flip(1), tokens(3, 3, 3, 3).flip(2)
+    made = stream(power(teacher), MASSIVE**2)
+    made.teacher = after
+    made.massive = torch.tensor([False, True, False, False])[None, :, None]
+    found = made.undo_drift(Batch(slice(0, 1), False, student, student), target)
+    # The first token's state comes the share nearer to the teacher's, in a straight line.
+    lacking = after - (student + target)
+    left = after - (student + found)
+    torch.testing.assert_close(left[0, 0], (1 - DRIFT) * lacking[0, 0])
+    assert 0 < DRIFT < 1
+    # A massive one, and those of another size, keep their target.
+    assert torch.equal(found[0, 1:], target[0, 1:])
