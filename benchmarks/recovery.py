@@ -4,11 +4,13 @@ Runs each recipe of configs/recovery.yaml (all, if none is named) at each of its
 writes OUT/recovery.md, recovery.json and recovery.png: the held-out gap to the teacher and KL at
 the end, the tokens that it took to come within given gaps, and the gap against the best control.
 What is finished is not run again; a killed run goes on. The held-out text is --heldout FILE, or the
-first --first tokens of --text, a .txt. Runs that diverge are listed as such.
+first --first tokens of --text, a .txt; the training text is what follows, and calibration starts
+where training ends (with --together both start there). Runs that diverge are listed as such.
 """
 
 import argparse
 import json
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +30,38 @@ REACHED = (0.6, 0.5, 0.4, 0.35, 0.3, 0.25)
 MARKS = {" @-@ ": "-", " @,@ ": ",", " @.@ ": ".", " ,": ",", " .": ".", " 's": "'s", " n't": "n't"}
 
 
-def split_text(model: str, file: Path, first: int, wikitext: bool, out: Path) -> tuple[Path, Path]:
-    """Cut a text after its first tokens: paths of the rest and of these."""
+def split_text(
+    model: str, file: Path, cuts: list[int], wikitext: bool, names: list[str], out: Path
+) -> list[Path]:
+    """Cut a text after so many tokens each: paths of the parts, `names` in `out`."""
     text = file.read_text(encoding="utf-8")
     for mark, plain in MARKS.items() if wikitext else ():
         text = text.replace(mark, plain)
     text = text.replace("<unk>", "unknown") if wikitext else text
     tokenizer = load_tokenizer(resolve_checkpoint(model))
     spans = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False, verbose=False)
-    if len(spans.input_ids) <= first:
-        raise InputError(f"{file}: {len(spans.input_ids)} tokens, no more than --first {first}.")
-    cut = spans["offset_mapping"][first][0]
-    paths = out / "train.txt", out / "heldout.txt"
-    for path, part in zip(paths, (text[cut:], text[:cut]), strict=True):
-        path.write_text(part, encoding="utf-8")
+    if cuts and len(spans.input_ids) <= cuts[-1]:
+        raise InputError(f"{file}: {len(spans.input_ids)} tokens; more than {cuts[-1]} are needed.")
+    ends = [spans["offset_mapping"][cut][0] for cut in cuts]
+    paths = [out / name for name in names]
+    for path, start, end in zip(paths, [0, *ends], [*ends, None], strict=True):
+        path.write_text(text[start:end], encoding="utf-8")
     return paths
 
 
 def run_recipe(
-    model: str, out: Path, texts: tuple[Path, Path], plan: dict[str, Any], name: str, rate: float
+    model: str, out: Path, texts: dict[str, Path], plan: dict[str, Any], name: str, rate: float
 ) -> dict[str, Any]:
     """Convert and finetune, unless that is done; what the finetune says of itself."""
     recipe = plan["recipes"][name]
     student = out / "students" / recipe["student"]
     if not student.is_dir():
-        options = {"text": str(texts[0])} | plan["students"][recipe["student"]]
+        options = {"text": str(texts["calibration"])} | plan["students"][recipe["student"]]
         convert(model, student, **options)
     folder = out / "runs" / f"{name}-{rate:g}"
     failed = folder.with_suffix(".failed.txt")
-    settings = plan["common"] | {"text": str(texts[0]), "heldout_text": str(texts[1])}
+    settings = plan["common"] | {"text": str(texts["train"])}
+    settings |= {"heldout_text": str(texts["heldout"])}
     settings |= recipe.get("settings", {}) | {"learning_rate": rate}
     if not folder.is_dir() and not failed.is_file():
         print(f"{name}, learning rate {rate:g}", flush=True)
@@ -138,6 +143,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--heldout", type=Path)
     parser.add_argument("--first", type=int, default=8192)
+    parser.add_argument("--together", action="store_true", help="calibrate on the training text")
     parser.add_argument("--wikitext", action="store_true", help="put WikiText's marks back")
     parser.add_argument("--plan", type=Path, default=Path("configs/recovery.yaml"))
     parser.add_argument("--rates", type=float, nargs="*", help="in place of the recipes' own")
@@ -146,10 +152,17 @@ def main(argv: list[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     plan = yaml.safe_load(options.plan.read_text())
     plan["common"] |= {"tokens": options.tokens} if options.tokens else {}
-    texts = (options.text, options.heldout) if options.heldout else None
-    if texts is None:
-        arguments = options.model, options.text, options.first, options.wikitext, options.out
-        texts = split_text(*arguments)
+    lengths = {"heldout": options.first, "train": plan["common"]["tokens"], "calibration": 0}
+    if options.heldout:
+        del lengths["heldout"]
+    if options.together:
+        del lengths["calibration"]
+    names = list(lengths)
+    cuts = list(accumulate(lengths.values()))[:-1]
+    files = [f"{name}.txt" for name in names]
+    parts = split_text(options.model, options.text, cuts, options.wikitext, files, options.out)
+    texts = {"heldout": options.heldout} | dict(zip(names, parts, strict=True))
+    texts.setdefault("calibration", texts["train"])
     runs = []
     for name in options.recipes or plan["recipes"]:
         for rate in options.rates or plan["recipes"][name]["rates"]:

@@ -78,11 +78,11 @@ def test_recipes_are_compared_and_finished_runs_kept(
     assert [run["recipe"] for run in runs] == ["kl", "annealing", "control"]
     assert runs[1]["start"] == pytest.approx(0, abs=1e-5) and runs[1]["kl"] > 0.01
     assert [tokens for tokens, _, _ in runs[0]["path"]] == [0, 640, 1280]
-    whole = (
-        (tmp_path / "out" / "train.txt").read_text(),
-        (tmp_path / "out" / "heldout.txt").read_text(),
-    )
-    assert whole[1] + whole[0] == text_file.read_text()
+    parts = [
+        (tmp_path / "out" / f"{name}.txt").read_text()
+        for name in ("heldout", "train", "calibration")
+    ]
+    assert "".join(parts) == text_file.read_text() and all(parts)
     assert (tmp_path / "out" / "recovery.png").stat().st_size > 5000
     kept = tmp_path / "out" / "runs" / "kl-0.001" / "model.safetensors"
     made = kept.stat().st_mtime_ns
@@ -90,6 +90,13 @@ def test_recipes_are_compared_and_finished_runs_kept(
     recovery.main([*arguments, "kl", "--rates", "0.001", "30"])
     assert kept.stat().st_mtime_ns == made
     assert "| kl | 30 | the loss is" in capsys.readouterr().out
+    out = tmp_path / "together"
+    together = [*arguments[:1], str(out), *arguments[2:], "kl", "--together"]
+    recovery.main(together)
+    parts = [(out / f"{name}.txt").read_text() for name in ("heldout", "train")]
+    assert "".join(parts) == text_file.read_text()
+    record = json.loads((out / "students" / "refit" / "bilinearize.json").read_text())
+    assert record["calibration"]["text"] == str(out / "train.txt")
 
 
 ACCELERATE = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
