@@ -12,6 +12,7 @@ Ease = Literal["linear", "cosine", "quadratic"]
 Schedule = Literal["cosine", "linear", "constant"]
 Target = Literal["state", "mlp"]
 Mode = Literal["auto", "separate", "cached"]
+OptimizerKind = Literal["adamw", "muon"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 GROUPS = ("mlp", "norms", "lora", "rest")
 
@@ -23,6 +24,7 @@ class Stage(TypedDict, total=False):
     tokens: int
     train: Train
     rates: dict[str, float]
+    optimizer: OptimizerKind
     learning_rate: float
     warmup: float
     schedule: Schedule
@@ -128,8 +130,11 @@ class FinetuneConfig:
     """Share of the stage's steps in which t goes from 0 to 1."""
     homotopy_ease: Ease = "linear"
     """How: linear; cosine, slow at both ends; or quadratic, slowing down towards 1."""
+    optimizer: OptimizerKind = "adamw"
+    """`muon` is for matrices inside the model, with AdamW for all else; it takes more time a step
+    and fewer tokens. One process, DDP or FSDP."""
     learning_rate: float = 5e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate; Muon's steps have the size of AdamW's."""
     warmup: float = 0.05
     """Share of the steps over which the learning rate rises from 0."""
     schedule: Schedule = "cosine"
@@ -198,6 +203,7 @@ class FinetuneConfig:
             ("homotopy", HomotopyKind),
             ("homotopy_ease", Ease),
             ("schedule", Schedule),
+            ("optimizer", OptimizerKind),
         ):
             value, allowed = getattr(self, name), get_args(kind)
             _require(value in allowed, name, value, f"use one of {', '.join(allowed)}")

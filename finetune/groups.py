@@ -78,24 +78,33 @@ def optimizer_groups(
     learning_rate: float,
     rates: dict[str, float],
 ) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer, two for each group that trains.
+    """Parameter groups for an optimizer, up to three for each group that trains.
 
     Args:
         decayed: names of the parameters that weight decay may touch.
         rates: learning rates of groups that have one of their own.
+
+    Returns:
+        Groups with "params", "weight_decay", "lr", and "muon": whether these are weights of linear
+        layers inside the model (no embedding, head or LoRA factor).
     """
     groups = groups_of(student)
-    made: dict[tuple[str, bool], list[nn.Parameter]] = {}
+    ends = student.get_input_embeddings(), student.get_output_embeddings()
+    outside = {id(module.weight) for module in ends if module is not None}
+    made: dict[tuple[str, bool, bool], list[nn.Parameter]] = {}
     for name, parameter in student.named_parameters():
         if parameter.requires_grad:
-            made.setdefault((groups[name], name in decayed), []).append(parameter)
+            matrix = parameter.dim() == 2 and id(parameter) not in outside
+            kind = groups[name], name in decayed, matrix and groups[name] != "lora"
+            made.setdefault(kind, []).append(parameter)
     return [
         {
             "params": parameters,
             "weight_decay": weight_decay if decays else 0.0,
             "lr": rates.get(group, learning_rate),
+            "muon": matrix,
         }
-        for (group, decays), parameters in sorted(
-            made.items(), key=lambda x: (x[0][0], not x[0][1])
+        for (group, decays, matrix), parameters in sorted(
+            made.items(), key=lambda x: (x[0][0], not x[0][1], not x[0][2])
         )
     ]

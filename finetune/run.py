@@ -6,6 +6,7 @@ Runs in one process, or in each process of `accelerate launch` or `torchrun`.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
@@ -62,6 +63,7 @@ def finetune(student: str, teacher: str, out: Path, **settings: Any) -> Path:
     check_new(out)
     folder = work.work_folder(out)
     stages = config.stage_list()
+    _check_optimizer(stages)
     arguments = [
         _arguments(stage, work.stage_folder(folder, number) / work.CHECKPOINTS)
         for number, stage in enumerate(stages)
@@ -137,6 +139,7 @@ def _train(
         rates=stage.rates,
         tokens_before=span[0] * stage.window,
         keep_best=stage.keep_best,
+        muon=stage.optimizer == "muon",
     )
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
@@ -201,6 +204,15 @@ def _arguments(config: FinetuneConfig, output: Path) -> TrainingArguments:
         unused_parameters=kl == cross_entropy == 0,  # the head, and what follows the last layer
         report_to=config.report_to,
     )
+
+
+def _check_optimizer(stages: list[FinetuneConfig]) -> None:
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    if deepspeed and any(stage.optimizer == "muon" for stage in stages):
+        raise InputError(
+            "--optimizer muon does not run under DeepSpeed, which cuts matrices into pieces; use "
+            "adamw, or FSDP."
+        )
 
 
 def _check_sources(student: Path, teacher: Path, config: FinetuneConfig) -> None:

@@ -16,6 +16,7 @@ from bilinearize.finetune.checkpoints import WEIGHTS, last_good, prune, put, rea
 from bilinearize.finetune.diagnose import group_norms, largest_layer, memory_gib, not_finite
 from bilinearize.finetune.groups import optimizer_groups
 from bilinearize.finetune.heldout import heldout_sums
+from bilinearize.finetune.optimizer import MuonWithAdamW
 from bilinearize.finetune.pair import PARTS, StudentWithTeacher
 from bilinearize.finetune.riding import plain_name
 from bilinearize.finetune.shards import full, local_state, sharded_state
@@ -52,13 +53,14 @@ class RecoveryTrainer(Trainer):
         rates: dict[str, float] | None = None,
         tokens_before: int = 0,
         keep_best: bool = False,
+        muon: bool = False,
         **kwargs: Any,
     ):
         super().__init__(model=model, args=args, train_dataset=train_dataset, **kwargs)
         self.pair = model
         self.folder = Path(str(args.output_dir))
         self.keep_checkpoints, self.keep_best = keep_checkpoints, keep_best
-        self.rates, self.tokens_before = rates or {}, tokens_before
+        self.rates, self.tokens_before, self.muon = rates or {}, tokens_before, muon
         self._parts = torch.zeros(len(PARTS) + 1, dtype=torch.float32, device=args.device)
         self._norms: dict[str, float] = {}
         self._inputs: dict[str, Any] = {}
@@ -73,14 +75,14 @@ class RecoveryTrainer(Trainer):
             self.add_callback(HomotopySchedule(model.homotopy))
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """AdamW, with a learning rate for each group and no decay on biases and norms."""
+        """AdamW, or Muon with it; a learning rate for each group, no decay on biases and norms."""
         if self.optimizer is None:
             kind, options = self.get_optimizer_cls_and_kwargs(self.args)
             student: Any = self.pair.student
             decayed = set(self.get_decay_parameter_names(student))
             rate = self.args.learning_rate
             groups = optimizer_groups(student, decayed, self.args.weight_decay, rate, self.rates)
-            self.optimizer = kind(groups, **options)
+            self.optimizer = (MuonWithAdamW if self.muon else kind)(groups, **options)
         return self.optimizer
 
     def compute_loss(

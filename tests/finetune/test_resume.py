@@ -57,7 +57,7 @@ def test_killed_at_five_moments_ends_at_the_same_weights(job, launch, weights, h
     """Among them while t is under way, while saving, between stages, and with LoRA factors."""
     step = 32 * 4
     stages = [
-        {"tokens": 10 * step, "homotopy": "blend", "homotopy_share": 0.8},
+        {"tokens": 10 * step, "homotopy": "blend", "homotopy_share": 0.8, "optimizer": "muon"},
         {"tokens": 6 * step, "train": "lora", "lora_rank": 2},
         {"tokens": 4 * step, "loss": "lm", "train": "all", "learning_rate": 1e-3},
     ]

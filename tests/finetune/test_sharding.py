@@ -17,7 +17,7 @@ FSDP = {
 }
 STAGES = [
     {"tokens": 32 * 4 * 6, "homotopy": "blend", "homotopy_share": 0.6},
-    {"tokens": 32 * 4 * 6, "train": "all", "learning_rate": 1e-3},
+    {"tokens": 32 * 4 * 6, "train": "all", "learning_rate": 1e-3, "optimizer": "muon"},
 ]
 
 
