@@ -16,7 +16,7 @@ from typing import Any
 
 from accelerate import PartialState
 from transformers import TrainingArguments
-from transformers.integrations import TensorBoardCallback
+from transformers.integrations.integration_utils import TensorBoardCallback
 
 from bilinearize.finetune import data, work
 from bilinearize.finetune.arguments import training_arguments
