@@ -18,7 +18,7 @@ from bilinearize.convert.states import States, heldout_windows, sample_mask
 from bilinearize.convert.trunk import Trunk
 from bilinearize.model.modeling_bilinear import BilinearMLP
 
-TOKENS_PER_BATCH = 4096
+TOKENS_PER_BATCH = 2048
 # Fitted tokens, for each slot, that the gates read (the joint fit has a whole output vector a token
 # for two unknowns a slot), and a round whose down_proj only serves the next round's gates.
 SAMPLE = 4
