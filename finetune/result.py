@@ -80,6 +80,7 @@ def _write_model(model: PreTrainedModel, student: Path, folder: Path, dtype: tor
         shutil.copyfile(student / MADE, folder / MADE)
         record = json.loads((folder / MADE).read_text())
         if record.get("form") == "gated" != config["bilinear_form"]:  # annealed
+            record["method"] = "annealed"
             for entry in (record, *record.get("layers", ())):
                 entry |= {"form": "bilinear", "activation": "identity"}
             _write_json(folder / MADE, record)

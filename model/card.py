@@ -23,6 +23,8 @@ DESCRIPTIONS = {
     "affine": "each gate replaced by its best line on calibration text",
     "taylor": "each gate replaced by its tangent at 0; no data used",
     "gated": "the MLPs kept as they were",
+    "annealed": "kept at first, then the activation moved to `z / 2` while training "
+    "(arXiv 2410.08417), and folded into the weights",
 }
 LOADING = """\
 With bilinearize installed:

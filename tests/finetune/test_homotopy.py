@@ -185,6 +185,8 @@ def test_the_end_is_folded_and_a_checkpoint_between_reproduces(
     assert t == pytest.approx([min(1, step / 9) for step in range(1, 13)])
     model = load_causal_lm(out)
     assert json.loads((out / "bilinearize.json").read_text())["form"] == "bilinear"
+    if kind == "swish-beta":
+        assert "Method `annealed`" in (out / "README.md").read_text()
     config = json.loads((out / "config.json").read_text())
     assert config["bilinear_form"] == "bilinear" and config["model_type"] == "bilinear_llama"
     assert all(layer.mlp.form == "bilinear" for layer in model.model.layers)
