@@ -85,7 +85,7 @@ def test_ranks_are_raised_where_it_saves_most(pico_llama, text_file, tmp_path):
         expected[gains.index(max(gains))] = 2
     assert result["ranks"] == expected
     assert f"--rank '{expected}'" in (tmp_path / "out" / "scan.md").read_text()
-    for bad in ({"higher_rank": 1}, {"budget": 0.0}, {"higher_rank": 9}):
+    for bad in ({"higher_rank": 1}, {"budget": 0.0}, {"higher_rank": 0}):
         with pytest.raises(InputError, match="rank"):
             scan(str(pico_llama), tmp_path / "bad", text=str(text_file), **options | bad, leave=1)
 

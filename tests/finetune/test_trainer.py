@@ -4,6 +4,7 @@ import json
 import resource
 import shutil
 import signal
+from collections import defaultdict
 
 import pytest
 import torch
@@ -154,10 +155,9 @@ def test_each_group_has_its_rate_and_decay_spares_biases_and_norms(
     )
     trainer.create_optimizer()
     names = {id(p): name for name, p in model.student.named_parameters()}
-    groups = {
-        (g["lr"], g["weight_decay"]): {names[id(p)] for p in g["params"]}
-        for g in trainer.optimizer.param_groups
-    }
+    groups = defaultdict(set)
+    for group in trainer.optimizer.param_groups:
+        groups[group["lr"], group["weight_decay"]] |= {names[id(p)] for p in group["params"]}
     counts = {key: len(group) for key, group in groups.items()}
     # 3 layers: 3 MLP weights and 3 biases, 4 attention weights, 2 norms; embedding, last norm.
     assert counts == {(1e-2, 0.1): 9, (1e-2, 0): 9, (1e-4, 0.1): 13, (1e-3, 0): 7}
