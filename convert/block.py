@@ -6,8 +6,10 @@ that replaces it is a sum of terms linear in a few coefficients:
     rank 1   (a0 g + a1) u
     rank 2   + (a2 g + a3) g
     rank 3   + a4 u u
-    rank 4   + a linear function of x of its own, (q x)(0 x + 1)
-    above    + squares found in what the block lacks, c (q x)^2; see `convert.squares`
+    rank 4   + a5
+
+Those of rank 1 are the start of every fit. Higher ranks stand so where an activation goes on the
+score; without one, `convert.pairs` finds what to add.
 """
 
 import copy
@@ -18,11 +20,8 @@ from torch import nn
 
 from bilinearize.model.modeling_bilinear import BilinearMLP
 
-# Coefficients that a slot of each rank has in the joint fit; ranks above have those of rank 4.
-TERMS = {1: 2, 2: 4, 3: 5, 4: 5}
-# The same where an activation stands on the score: its linear function is a constant alone.
-SCORE_TERMS = TERMS | {4: 6}
-SKIP_RANK = 4
+# Coefficients of a slot of each rank.
+TERMS = {1: 2, 2: 4, 3: 5, 4: 6}
 MAX_EXPAND = 3
 
 
@@ -54,11 +53,11 @@ def build_block(
         gate.in_features, gate.out_features, rank=rank, activation=activation, bias=biased
     )
     block = block.to(gate.weight.device).requires_grad_(False)
-    size = max(SCORE_TERMS.values()), gate.out_features
+    size = max(TERMS.values()), gate.out_features
     a = torch.zeros(size, dtype=torch.float64, device=gate.weight.device)
     a[: len(coefficients)] = coefficients
     a = a.to(gate.weight.dtype)[:, :, None]
-    g, u = _augmented(gate), _augmented(up)
+    g, u = augmented(gate), augmented(up)
     one = torch.zeros_like(g)
     one[:, -1] = 1
     pairs = [(a[0] * g + a[1] * one, u)]
@@ -66,27 +65,50 @@ def build_block(
         pairs.append((a[2] * g + a[3] * one, g))
     if rank >= 3:
         pairs.append((a[4] * u, u))
-    if rank >= SKIP_RANK:
+    if rank >= 4:
         pairs.append((a[5] * one, one))
-    pairs += [(torch.zeros_like(g),) * 2] * (rank - len(pairs))
     for linear, rows in zip(
         (block.gate_proj, block.up_proj), zip(*pairs, strict=True), strict=True
     ):
-        _fill(linear, torch.stack(rows, 1).flatten(0, 1))
-    _fill(block.down_proj, _augmented(down))
+        fill(linear, torch.stack(rows, 1).flatten(0, 1))
+    fill(block.down_proj, augmented(down))
     return block
 
 
-def _augmented(linear: nn.Linear) -> torch.Tensor:
+def augmented(linear: nn.Linear) -> torch.Tensor:
     """Weight and bias side by side, (out, in + 1), zeros where there is no bias."""
     bias = linear.weight.new_zeros(len(linear.weight)) if linear.bias is None else linear.bias
     return torch.cat([linear.weight, bias[:, None]], 1)
 
 
-def _fill(linear: nn.Linear, rows: torch.Tensor) -> None:
+def fill(linear: nn.Linear, rows: torch.Tensor) -> None:
+    """The inverse: set weight and, if there is one, bias."""
     linear.weight.copy_(rows[:, :-1])
     if linear.bias is not None:
         linear.bias.copy_(rows[:, -1])
+
+
+def add_factors(block: BilinearMLP, first: torch.Tensor, second: torch.Tensor) -> BilinearMLP:
+    """A copy of `block` with one more pair for each slot, augmented rows (m, in + 1)."""
+    slots, inputs, rank = block.down_proj.in_features, block.gate_proj.in_features, block.rank
+    new = BilinearMLP(inputs, slots, rank=rank + 1, activation=block.activation, bias=True)
+    new = new.to(first.device).requires_grad_(False)
+    for linear, old, rows in (
+        (new.gate_proj, block.gate_proj, first),
+        (new.up_proj, block.up_proj, second),
+    ):
+        pairs = torch.cat([augmented(old).view(slots, rank, -1), rows[:, None]], 1)
+        fill(linear, pairs.flatten(0, 1))
+    fill(new.down_proj, augmented(block.down_proj))
+    return new
+
+
+def padded(block: BilinearMLP, mlp: Any, rank: int) -> BilinearMLP:
+    """`block` with pairs `0 g` up to this rank, for a finetune to make use of."""
+    gate = augmented(mlp.gate_proj)
+    while block.rank < rank:
+        block = add_factors(block, torch.zeros_like(gate), gate)
+    return block
 
 
 def widen(block: BilinearMLP, mlp: Any, expand: int) -> BilinearMLP:
@@ -96,7 +118,7 @@ def widen(block: BilinearMLP, mlp: Any, expand: int) -> BilinearMLP:
     """
     if expand == 1:
         return block
-    g, u = _augmented(mlp.gate_proj), _augmented(mlp.up_proj)
+    g, u = augmented(mlp.gate_proj), augmented(mlp.up_proj)
     extra = torch.cat([g, u][: expand - 1])
     rank = block.rank
     slots = block.down_proj.in_features + len(extra)
@@ -107,7 +129,7 @@ def widen(block: BilinearMLP, mlp: Any, expand: int) -> BilinearMLP:
     rows = torch.zeros(len(extra), rank, extra.shape[1], device=extra.device)
     rows[:, 0] = extra
     for new, old in ((wide.gate_proj, block.gate_proj), (wide.up_proj, block.up_proj)):
-        _fill(new, torch.cat([_augmented(old), rows.flatten(0, 1)]))
+        fill(new, torch.cat([augmented(old), rows.flatten(0, 1)]))
     wide.down_proj.weight.zero_()
     wide.down_proj.weight[:, : block.down_proj.in_features] = block.down_proj.weight
     wide.down_proj.bias.copy_(block.down_proj.bias)
@@ -115,20 +137,13 @@ def widen(block: BilinearMLP, mlp: Any, expand: int) -> BilinearMLP:
 
 
 def corrected(block: BilinearMLP, correction: torch.Tensor) -> BilinearMLP:
-    """A copy of `block` with a solved correction laid on it.
+    """A copy of `block` with a solved correction of down_proj, (slots + 1, outputs), laid on it.
 
-    `correction` (features, outputs) has a row for each slot, then, if any, one for each input (a
-    linear map of x, which goes into each slot's pair number `SKIP_RANK`), then the constant's.
+    The last row is the constant's.
     """
     block = copy.deepcopy(block)
-    down, slots = block.down_proj, block.down_proj.in_features
-    down.weight.add_(correction[:slots].T.float())
-    down.bias.add_(correction[-1].float())
-    linear = correction[slots:-1]
-    if len(linear):
-        # The shortest q_j with sum_j v_j q_j = the map.
-        q = torch.linalg.lstsq(down.weight.double(), linear.T, driver="gelsd").solution
-        block.gate_proj.weight.view(slots, block.rank, -1)[:, SKIP_RANK - 1].add_(q.float())
+    block.down_proj.weight.add_(correction[:-1].T.float())
+    block.down_proj.bias.add_(correction[-1].float())
     return block
 
 

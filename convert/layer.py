@@ -5,19 +5,21 @@ from typing import Any
 import torch
 
 from bilinearize.convert.block import (
-    SKIP_RANK,
     TERMS,
+    augmented,
     build_block,
     corrected,
     derivative_at_zero,
+    fill,
+    padded,
     term_features,
     widen,
 )
 from bilinearize.convert.fit import NO_CORRECTION, Refit, refit
 from bilinearize.convert.layerwise import optimise
+from bilinearize.convert.pairs import KINDS, add_pair
 from bilinearize.convert.scores import fit_scores
 from bilinearize.convert.source import Layer
-from bilinearize.convert.squares import add_square
 from bilinearize.convert.stream import Stream
 from bilinearize.model.modeling_bilinear import BilinearMLP
 from bilinearize.model.symmetry import balance_
@@ -92,10 +94,10 @@ class _Fit:
         gates = self._rounds(gates)
         if self.converter.method == "affine":
             return self.best[0], self.record
-        for pair in range(max(TERMS), self.rank):
-            self._add_square(pair)
         if self.converter.activation != "identity":
             self._activate(gates)
+        elif self.rank > 1:
+            self._add_pairs()
         if self.expand > 1:
             self._widen()
         if self.converter.method == "layerwise":
@@ -103,24 +105,18 @@ class _Fit:
         return self._final(), self.record
 
     def _rounds(self, gates: torch.Tensor) -> torch.Tensor:
-        """Gates and down_proj in turn; returns the last round's gates, (terms, m)."""
-        block = build_block(self.mlp, gates, self.rank)
-        # Two rounds at rank 1, the first a light one, then one a rank: what a lower rank tries is
-        # tried here too, so that no rank fits worse than a lower one.
-        mlp, top = self.mlp, min(self.rank, max(TERMS))
-        rounds = [1, *range(1, top + 1)]
+        """Gates and down_proj in turn, twice; returns the last gates, (2, m)."""
+        block, mlp = build_block(self.mlp, gates), self.mlp
         sums = self.stream.gate_sums(
-            lambda x: term_features(mlp.gate_proj(x), mlp.up_proj(x), TERMS[top]),
-            TERMS[top],
+            lambda x: term_features(mlp.gate_proj(x), mlp.up_proj(x), TERMS[1]),
+            TERMS[1],
             mlp.down_proj,
         )
-        for number, rank in enumerate(rounds):
-            start = gates.new_zeros(TERMS[rank], gates.shape[1])
-            start[: len(gates)] = gates
-            gates = sums.solve(block.down_proj.weight, block.down_proj.bias, start)
-            block = build_block(self.mlp, gates, self.rank)
-            fitted, heldout = self.stream.down_sums(block, rank == SKIP_RANK, light=number == 0)
-            if not self.record:
+        for light in (True, False):
+            gates = sums.solve(block.down_proj.weight, block.down_proj.bias, gates)
+            block = build_block(self.mlp, gates)
+            fitted, heldout = self.stream.down_sums(block, light=light)
+            if light:
                 self._begin(block, heldout.left())
                 if self.converter.method == "affine":
                     break
@@ -130,10 +126,27 @@ class _Fit:
             block = corrected(block, solved.fitted_correction)
         return gates
 
-    def _add_square(self, pair: int) -> None:
-        """Put a square into pair number `pair` of each slot, which is zero so far."""
-        block = add_square(self.stream, self.clean, pair)
-        self._keep_better(block, refit(*self.stream.down_sums(block, skip=True)))
+    def _add_pairs(self) -> None:
+        """The pairs from the second on, each of the kind that leaves the least error.
+
+        What a lower rank takes is taken here too, so that no rank fits worse than a lower one.
+        """
+        kinds, self.record["pairs"] = list(KINDS), []
+        while len(self.record["pairs"]) + 1 < self.rank:
+            clean, kept = self.clean, None
+            for kind in kinds:
+                block = add_pair(self.stream, clean, self.mlp, kind)
+                # down_proj is solved anew.
+                fill(block.down_proj, augmented(self.mlp.down_proj))
+                if self._keep_better(block, refit(*self.stream.down_sums(block))):
+                    kept = kind
+            if kept is None:
+                break
+            self.record["pairs"].append(kept)
+            if kept == "gate":
+                kinds.remove(kept)
+        self.best = padded(self.best[0], self.mlp, self.rank), self.best[1]
+        self.clean = padded(self.clean, self.mlp, self.rank)
 
     def _activate(self, gates: torch.Tensor) -> None:
         """Start anew with the activation on the scores."""

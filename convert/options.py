@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from bilinearize.convert.block import MAX_EXPAND, SCORE_TERMS
+from bilinearize.convert.block import MAX_EXPAND, TERMS
 from bilinearize.model.errors import InputError
 
 ACTIVATIONS = ("identity", "relu", "relu2", "silu", "gelu")
@@ -43,9 +43,9 @@ def make_plan(
     for value in ranks:
         if value < 1:
             raise InputError(f"--rank is {value}; use 1 or more.")
-        if activation != "identity" and value not in SCORE_TERMS:
+        if activation != "identity" and value not in TERMS:
             raise InputError(
-                f"--rank is {value}; with --activation {activation} use 1 to {max(SCORE_TERMS)}."
+                f"--rank is {value}; with --activation {activation} use 1 to {max(TERMS)}."
             )
     if method not in FITTING and (set(ranks) != {1} or expand != 1 or activation != "identity"):
         raise InputError(

@@ -11,7 +11,7 @@ import torch
 from transformers.activations import ACT2FN
 
 from bilinearize.convert.block import (
-    SCORE_TERMS,
+    TERMS,
     build_block,
     term_features,
     value_and_slope,
@@ -36,7 +36,7 @@ def fit_scores(
     `gates` (terms, m) are the coefficients fitted without an activation.
     """
     act = ACT2FN[activation]
-    terms = SCORE_TERMS[rank]
+    terms = TERMS[rank]
     start = gates.new_zeros(terms, gates.shape[1])
     start[: len(gates)] = gates
     x, _, weight = next(stream.shuffled(SLOT_TOKENS, seed=0))
