@@ -184,20 +184,47 @@ def _token_losses(
     top: TopTokens | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits (n, v), (n, v) and labels (n) to the weighted sum and the three sums."""
-    heat, log_student = weights.temperature, F.log_softmax(student, -1)
-    cross_entropy = F.nll_loss(log_student, labels, reduction="sum")
-    kl = teacher_cross_entropy = torch.zeros_like(cross_entropy)
+    heat = weights.temperature
+    kl = teacher_cross_entropy = student.new_zeros(())
+    log_student = None
     if teacher is not None:
         log_teacher = F.log_softmax(teacher, -1)
         teacher_cross_entropy = F.nll_loss(log_teacher, labels, reduction="sum")
+        warm, log_warm = student, log_teacher
         if heat != 1:
-            log_student, log_teacher = (F.log_softmax(x / heat, -1) for x in (student, teacher))
-        kl = F.kl_div(log_student, log_teacher, reduction="sum", log_target=True)
+            warm, log_warm = student / heat, F.log_softmax(teacher / heat, -1)
+        kl, log_student = _Divergence.apply(warm, log_warm)  # pyright: ignore[reportGeneralTypeIssues]
+    if log_student is None or heat != 1 or weights.cross_entropy:
+        log_student = F.log_softmax(student, -1)
+    cross_entropy = F.nll_loss(log_student, labels, reduction="sum")
     if top is not None:
         kl = top.kl(F.log_softmax(student / heat, -1) if heat != 1 else log_student)
         teacher_cross_entropy = -top.labels.sum()
     loss = weights.kl * heat**2 * kl + weights.cross_entropy * cross_entropy
     return loss, torch.stack([kl, cross_entropy, teacher_cross_entropy]).detach()
+
+
+class _Divergence(torch.autograd.Function):
+    """KL(teacher || student) summed over tokens, and the student's log-probabilities.
+
+    Its gradient, the difference of the two distributions, is taken along the way: a fifth of the
+    passes over (n, v) that autograd makes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, student: torch.Tensor, log_teacher: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        log_student, teacher = F.log_softmax(student, -1), log_teacher.exp()
+        kl = (log_teacher - log_student).mul_(teacher).sum()
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(log_student.exp().sub_(teacher))
+        ctx.mark_non_differentiable(log_student)
+        return kl, log_student
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Any) -> tuple[Any, ...]:
+        return outputs[0] * ctx.saved_tensors[0], None
 
 
 class _ChunkedSum(torch.autograd.Function):
