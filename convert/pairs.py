@@ -40,7 +40,7 @@ def add_pair(stream: Stream, block: BilinearMLP, mlp: Any, kind: str) -> Bilinea
     products = [(gate, up), (one, up), *((first, second) for first in firsts)]
     step = _solve(stream, block, products)
     moved = [row * first for row, (first, _) in zip(step, products, strict=True)]
-    wider = add_factors(block, sum(moved[2:]), second)
+    wider = add_factors(block, torch.stack(moved[2:]).sum(0), second)
     change = moved[0] + moved[1]
     wider.gate_proj.weight[:: wider.rank] += change[:, :-1]
     wider.gate_proj.bias[:: wider.rank] += change[:, -1]

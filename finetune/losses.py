@@ -193,7 +193,7 @@ def _token_losses(
         warm, log_warm = student, log_teacher
         if heat != 1:
             warm, log_warm = student / heat, F.log_softmax(teacher / heat, -1)
-        kl, log_student = _Divergence.apply(warm, log_warm)  # pyright: ignore[reportGeneralTypeIssues]
+        kl, log_student = _Divergence.apply(warm, log_warm)
     if log_student is None or heat != 1 or weights.cross_entropy:
         log_student = F.log_softmax(student, -1)
     cross_entropy = F.nll_loss(log_student, labels, reduction="sum")
