@@ -3,9 +3,10 @@
 Runs each recipe of configs/recovery.yaml (all, if none is named) at each of its learning rates, and
 writes OUT/recovery.md, recovery.json and recovery.png: the held-out gap to the teacher and KL at
 the end, the tokens that it took to come within given gaps, and the gap against the best control.
-What is finished is not run again; a killed run goes on. The held-out text is --heldout FILE, or the
-first --first tokens of --text, a .txt; the training text is what follows, and calibration starts
-where training ends (with --together both start there). Runs that diverge are listed as such.
+What is finished is not run again; a killed run goes on; --finished runs nothing and tabulates. The
+held-out text is --heldout FILE, or the first --first tokens of --text, a .txt; the training text is
+what follows, and calibration starts where training ends (with --together both start there). Runs
+that diverge are listed as such.
 """
 
 import argparse
@@ -51,15 +52,14 @@ def split_text(
 
 def run_recipe(
     model: str, out: Path, texts: dict[str, Path], plan: dict[str, Any], name: str, rate: float
-) -> dict[str, Any]:
-    """Convert and finetune, unless that is done; what the finetune says of itself."""
+) -> None:
+    """Convert and finetune, unless that is done."""
     recipe = plan["recipes"][name]
     student = out / "students" / recipe["student"]
     if not student.is_dir():
         options = {"text": str(texts["calibration"])} | plan["students"][recipe["student"]]
         convert(model, student, **options)
-    folder = out / "runs" / f"{name}-{rate:g}"
-    failed = folder.with_suffix(".failed.txt")
+    folder, failed = places(out, name, rate)
     settings = plan["common"] | {"text": str(texts["train"])}
     settings |= {"heldout_text": str(texts["heldout"])}
     settings |= recipe.get("settings", {}) | {"learning_rate": rate}
@@ -70,8 +70,21 @@ def run_recipe(
         except InputError as error:
             failed.parent.mkdir(parents=True, exist_ok=True)
             failed.write_text(f"{error}\n")
+
+
+def places(out: Path, name: str, rate: float) -> tuple[Path, Path]:
+    """Where a run's result is, and where its failure is told."""
+    folder = out / "runs" / f"{name}-{rate:g}"
+    return folder, folder.with_name(f"{folder.name}.failed.txt")
+
+
+def result(out: Path, name: str, rate: float) -> dict[str, Any] | None:
+    """What a run says of itself; None if it is not finished."""
+    folder, failed = places(out, name, rate)
     if failed.is_file():
         return {"recipe": name, "rate": rate, "failed": failed.read_text().strip()}
+    if not folder.is_dir():
+        return None
     record = json.loads((folder / "finetune.json").read_text())
     entries = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return {"recipe": name, "rate": rate} | summary(record, entries)
@@ -140,19 +153,34 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", help="the source: folder, hub id or .gguf file")
     parser.add_argument("out", type=Path)
     parser.add_argument("recipes", nargs="*", help="names in the plan; none is all")
-    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--text", type=Path)
     parser.add_argument("--heldout", type=Path)
     parser.add_argument("--first", type=int, default=8192)
+    parser.add_argument("--finished", action="store_true", help="run nothing, tabulate")
     parser.add_argument("--together", action="store_true", help="calibrate on the training text")
     parser.add_argument("--wikitext", action="store_true", help="put WikiText's marks back")
     parser.add_argument("--plan", type=Path, default=Path("configs/recovery.yaml"))
     parser.add_argument("--rates", type=float, nargs="*", help="in place of the recipes' own")
     parser.add_argument("--tokens", type=int, help="in place of the plan's")
     options = parser.parse_intermixed_args(argv)
+    if not (options.text or options.finished):
+        parser.error("--text FILE is needed")
     options.out.mkdir(parents=True, exist_ok=True)
     plan = yaml.safe_load(options.plan.read_text())
     plan["common"] |= {"tokens": options.tokens} if options.tokens else {}
-    lengths = {"heldout": options.first, "train": plan["common"]["tokens"], "calibration": 0}
+    recipes = {name: plan["recipes"][name]["rates"] for name in options.recipes or plan["recipes"]}
+    wanted = [(name, rate) for name in recipes for rate in options.rates or recipes[name]]
+    if not options.finished:
+        texts = texts_of(options, plan["common"]["tokens"])
+        for name, rate in wanted:
+            run_recipe(options.model, options.out, texts, plan, name, rate)
+            report(options.out, wanted)
+    print(format_table(report(options.out, wanted)))
+
+
+def texts_of(options: argparse.Namespace, tokens: int) -> dict[str, Path]:
+    """The files with the text for each purpose."""
+    lengths = {"heldout": options.first, "train": tokens, "calibration": 0}
     if options.heldout:
         del lengths["heldout"]
     if options.together:
@@ -163,14 +191,16 @@ def main(argv: list[str] | None = None) -> None:
     parts = split_text(options.model, options.text, cuts, options.wikitext, files, options.out)
     texts = {"heldout": options.heldout} | dict(zip(names, parts, strict=True))
     texts.setdefault("calibration", texts["train"])
-    runs = []
-    for name in options.recipes or plan["recipes"]:
-        for rate in options.rates or plan["recipes"][name]["rates"]:
-            runs.append(run_recipe(options.model, options.out, texts, plan, name, rate))
-            (options.out / "recovery.json").write_text(json.dumps(runs, indent=2) + "\n")
-            (options.out / "recovery.md").write_text(format_table(runs))
-            draw(runs, options.out / "recovery.png")
-    print(format_table(runs))
+    return texts
+
+
+def report(out: Path, wanted: list[tuple[str, float]]) -> list[dict[str, Any]]:
+    """Write recovery.json, .md and .png of what is finished, and return it."""
+    runs = [found for found in (result(out, name, rate) for name, rate in wanted) if found]
+    (out / "recovery.json").write_text(json.dumps(runs, indent=2) + "\n")
+    (out / "recovery.md").write_text(format_table(runs))
+    draw(runs, out / "recovery.png")
+    return runs
 
 
 if __name__ == "__main__":

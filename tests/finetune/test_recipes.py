@@ -89,7 +89,12 @@ def test_recipes_are_compared_and_finished_runs_kept(
     capsys.readouterr()
     recovery.main([*arguments, "kl", "--rates", "0.001", "30"])
     assert kept.stat().st_mtime_ns == made
-    assert "| kl | 30 | the loss is" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "| kl | 30 | the loss is" in table
+    recovery.main(
+        [*arguments[:2], *arguments[-2:], "kl", "--rates", "0.001", "30", "7", "--finished"]
+    )
+    assert capsys.readouterr().out == table
     out = tmp_path / "together"
     together = [*arguments[:1], str(out), *arguments[2:], "kl", "--together"]
     recovery.main(together)
