@@ -136,14 +136,32 @@ def widen(block: BilinearMLP, mlp: Any, expand: int) -> BilinearMLP:
     return wide
 
 
-def corrected(block: BilinearMLP, correction: torch.Tensor) -> BilinearMLP:
-    """A copy of `block` with a solved correction of down_proj, (slots + 1, outputs), laid on it.
+def restart(block: BilinearMLP, mlp: Any, linear: int | None) -> None:
+    """Undo all corrections: down_proj as in `mlp`, and pair number `linear`, if any, zero."""
+    fill(block.down_proj, augmented(mlp.down_proj))
+    if linear is not None:
+        block.gate_proj.weight[linear :: block.rank] = 0
+        block.gate_proj.bias[linear :: block.rank] = 0
 
-    The last row is the constant's.
+
+def corrected(
+    block: BilinearMLP, correction: torch.Tensor, linear: int | None = None
+) -> BilinearMLP:
+    """A copy of `block` with a solved correction laid on it.
+
+    `correction` (features, outputs) has a row for each slot, then, if any, one for each input (a
+    linear map of x, which goes into each slot's pair number `linear`, whose second factor is 1),
+    then the constant's.
     """
     block = copy.deepcopy(block)
-    block.down_proj.weight.add_(correction[:-1].T.float())
-    block.down_proj.bias.add_(correction[-1].float())
+    down, slots = block.down_proj, block.down_proj.in_features
+    down.weight.add_(correction[:slots].T.float())
+    down.bias.add_(correction[-1].float())
+    rows = correction[slots:-1]
+    if len(rows):
+        # The shortest q_j with sum_j v_j q_j = the map.
+        q = torch.linalg.lstsq(down.weight.double(), rows.T, driver="gelsd").solution
+        block.gate_proj.weight[linear :: block.rank] += q.float()
     return block
 
 

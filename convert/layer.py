@@ -6,23 +6,26 @@ import torch
 
 from bilinearize.convert.block import (
     TERMS,
-    augmented,
     build_block,
     corrected,
     derivative_at_zero,
-    fill,
     padded,
+    restart,
     term_features,
     widen,
 )
 from bilinearize.convert.fit import NO_CORRECTION, Refit, refit
 from bilinearize.convert.layerwise import optimise
-from bilinearize.convert.pairs import KINDS, add_pair
+from bilinearize.convert.pairs import FIXED, add_pair
 from bilinearize.convert.scores import fit_scores
 from bilinearize.convert.source import Layer
 from bilinearize.convert.stream import Stream
 from bilinearize.model.modeling_bilinear import BilinearMLP
 from bilinearize.model.symmetry import balance_
+
+# A square has a direction of its own for each slot, so it overfits what the layers above read far
+# more than the fixed products do: its held-out error has to be this many times theirs.
+SQUARE_MARGIN = 0.9
 
 
 class LayerConverter:
@@ -81,7 +84,8 @@ class _Fit:
     """One layer's steps; after each, the best by held-out error is kept.
 
     `best` is a block and the correction that belongs on it; `clean` the two put together without
-    the held-out tokens, which is what the next step starts from.
+    the held-out tokens, which is what the next step starts from. `linear` is the number of the
+    pair, if any, that has a linear function of x, which each later correction solves anew.
     """
 
     def __init__(self, converter: LayerConverter, mlp: Any, rank: int, expand: int):
@@ -89,6 +93,7 @@ class _Fit:
         self.converter, self.stream = converter, converter.stream
         self.mlp, self.rank, self.expand = mlp, rank, expand
         self.record: dict[str, Any] = {}
+        self.linear: int | None = None
 
     def run(self, gates: torch.Tensor) -> tuple[BilinearMLP, dict]:
         gates = self._rounds(gates)
@@ -127,24 +132,27 @@ class _Fit:
         return gates
 
     def _add_pairs(self) -> None:
-        """The pairs from the second on, each of the kind that leaves the least error.
+        """The pairs from the second on: the next fixed kind, or a square if that leaves far less.
 
         What a lower rank takes is taken here too, so that no rank fits worse than a lower one.
         """
-        kinds, self.record["pairs"] = list(KINDS), []
-        while len(self.record["pairs"]) + 1 < self.rank:
-            clean, kept = self.clean, None
-            for kind in kinds:
+        fixed, square, pairs = list(FIXED), True, []
+        while len(pairs) + 1 < self.rank and (fixed or square):
+            clean, linear, kept = self.clean, self.linear, None
+            for kind in fixed[:1] + ["square"] * square:
+                self.linear = len(pairs) + 1 if kind == "linear" else linear
                 block = add_pair(self.stream, clean, self.mlp, kind)
-                # down_proj is solved anew.
-                fill(block.down_proj, augmented(self.mlp.down_proj))
-                if self._keep_better(block, refit(*self.stream.down_sums(block))):
-                    kept = kind
-            if kept is None:
-                break
-            self.record["pairs"].append(kept)
-            if kept == "gate":
-                kinds.remove(kept)
+                restart(block, self.mlp, self.linear)
+                sums = self.stream.down_sums(block, linear=self.linear is not None)
+                margin = SQUARE_MARGIN if kind == "square" and fixed else 1.0
+                if self._keep_better(block, refit(*sums), margin):
+                    kept = kind, self.linear
+            self.linear = kept[1] if kept else linear
+            pairs += [kept[0]] if kept else []
+            if kept is None or kept[0] != "square":
+                # Not worth it once, it is not tried again until the fixed ones are used up.
+                square, fixed = len(fixed) == 1, fixed[1:]
+        self.record["pairs"] = pairs
         self.best = padded(self.best[0], self.mlp, self.rank), self.best[1]
         self.clean = padded(self.clean, self.mlp, self.rank)
 
@@ -175,7 +183,7 @@ class _Fit:
     def _final(self) -> BilinearMLP:
         """The best block with its correction from all tokens, held-out ones included."""
         block, solved = self.best
-        return block if solved is None else corrected(block, solved.correction())
+        return block if solved is None else corrected(block, solved.correction(), self.linear)
 
     def _begin(self, block: BilinearMLP, error: float) -> None:
         self.best: tuple[BilinearMLP, Refit | None] = block, None
@@ -184,12 +192,12 @@ class _Fit:
         if self.converter.method != "affine":
             self.record |= {"heldout_error": error, "ridges": [], "kept_round": 0}
 
-    def _keep_better(self, block: BilinearMLP, solved: Refit) -> bool:
+    def _keep_better(self, block: BilinearMLP, solved: Refit, margin: float = 1.0) -> bool:
         self.record["ridges"].append(None if solved.ridge == NO_CORRECTION else solved.ridge)
-        if not solved.heldout_error <= self.record["heldout_error"]:
+        if not solved.heldout_error <= margin * self.record["heldout_error"]:
             return False
         self.best = block, solved
-        self.clean = corrected(block, solved.fitted_correction)
+        self.clean = corrected(block, solved.fitted_correction, self.linear)
         self.record["heldout_error"] = solved.heldout_error
         self.record["calibration_error"] = solved.calibration_error
         self.record["kept_round"] = len(self.record["ridges"])

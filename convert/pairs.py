@@ -1,6 +1,8 @@
 """Ranks above 1: a further product for each slot, fitted to what the block still lacks.
 
-    gate     (c g + c') g, once
+    gate     (c g + c') g
+    linear   a linear function of x, solved along with down_proj; see `block.corrected`
+    up       c u u
     square   c (q x)^2 with a q of its own
 
 The c of all slots come from one joint least squares problem. For the squares, let r_nj be the
@@ -18,7 +20,7 @@ from bilinearize.convert.block import add_factors, augmented
 from bilinearize.convert.stream import Stream
 from bilinearize.model.modeling_bilinear import BilinearMLP
 
-KINDS = ("gate", "square")
+FIXED = ("gate", "linear", "up")
 SEARCH_TOKENS = 8192
 STEPS = 8
 # Added to the whitening's spectrum, relative to its mean.
@@ -29,13 +31,17 @@ def add_pair(stream: Stream, block: BilinearMLP, mlp: Any, kind: str) -> Bilinea
     """A copy of `block`, its rank one higher, with a pair of this kind for each slot.
 
     The coefficients of the first pair, whose second factor is up_proj's, move along with the new.
+    A "linear" pair writes nothing yet.
     """
     gate, up = augmented(mlp.gate_proj), augmented(mlp.up_proj)
     one = torch.zeros_like(gate)
     one[:, -1] = 1
-    firsts, second = (gate, one), gate
-    if kind == "square":
-        second = find_directions(stream, block, block.rank)
+    if kind == "linear":
+        return add_factors(block, torch.zeros_like(one), one)
+    if kind == "gate":
+        firsts, second = (gate, one), gate
+    else:
+        second = up if kind == "up" else find_directions(stream, block, block.rank)
         firsts = (second,)
     products = [(gate, up), (one, up), *((first, second) for first in firsts)]
     step = _solve(stream, block, products)

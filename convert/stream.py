@@ -221,18 +221,23 @@ class Stream:
                 energy += (target.square() * weight).double().sum().item()
         return left / max(energy, 1e-300)
 
-    def down_sums(self, block: BilinearMLP, light: bool = False) -> tuple[LinearSums, LinearSums]:
+    def down_sums(
+        self, block: BilinearMLP, light: bool = False, linear: bool = False
+    ) -> tuple[LinearSums, LinearSums]:
         """Sums for correcting `block.down_proj` towards the MLP: of fitted and of held-out tokens.
 
-        A `light` round reads fewer of the fitted tokens.
+        A `light` round reads fewer of the fitted tokens. With `linear` a linear map of the input is
+        fitted along with it; see `block.corrected`.
         """
         down = block.down_proj
-        sums = [LinearSums(down.in_features, down.out_features, self.device) for _ in range(2)]
-        mask = self._mask(down.in_features) if light else None
+        size = down.in_features + (block.gate_proj.in_features if linear else 0)
+        sums = [LinearSums(size, down.out_features, self.device) for _ in range(2)]
+        mask = self._mask(size) if light else None
         for rows, heldout in self._batches():
             x, target, weight = self._tokens(rows, None if heldout else mask)
             found = block.features(x)
             residual = target - down(found)
+            found = torch.cat([found, x], 1) if linear else found
             sums[heldout].add(found, residual, target, weight)
         return sums[False], sums[True]
 

@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from bilinearize import BilinearMLP
-from bilinearize.convert.block import TERMS, add_factors, build_block, corrected, padded, widen
+from bilinearize.convert.block import (
+    TERMS,
+    add_factors,
+    build_block,
+    corrected,
+    padded,
+    restart,
+    widen,
+)
 
 
 @pytest.fixture
@@ -52,6 +60,21 @@ def test_factors_add_a_product_to_each_slot(gated):
     expected = block(x) + ((one @ first.T) * (one @ second.T)) @ block.down_proj.weight.T
     torch.testing.assert_close(more(x), expected, rtol=1e-3, atol=1e-3)
     assert more.rank == 3
+
+
+def test_linear_map_becomes_factors_of_its_pair(gated):
+    one = torch.zeros(9, 7)
+    one[:, -1] = 1
+    block = build_block(gated, torch.randn(TERMS[1], 9))
+    block = add_factors(add_factors(block, torch.zeros(9, 7), one), torch.randn(9, 7), one)
+    x = torch.randn(20, 6)
+    linear = torch.randn(6, 6, dtype=torch.float64)
+    correction = torch.cat([torch.zeros(9, 6).double(), linear, torch.zeros(1, 6).double()])
+    found = corrected(block, correction, 1)
+    torch.testing.assert_close(found(x), block(x) + x @ linear.float(), rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(corrected(block, correction, 0)(x), found(x), atol=0.1)
+    restart(found, gated, 1)
+    torch.testing.assert_close(found(x), block(x), rtol=1e-4, atol=1e-4)
 
 
 def test_padding_changes_nothing_but_can_learn(gated):
