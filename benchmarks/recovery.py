@@ -26,6 +26,7 @@ from bilinearize.model.errors import InputError
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
+TICKS = (-0.4, -0.2, 0, 0.1, 0.2, 0.3, 0.4, 1, 2, 4)
 REACHED = (0.6, 0.5, 0.4, 0.35, 0.3, 0.25)
 # How WikiText marks what its tokenizer set apart.
 MARKS = {" @-@ ": "-", " @,@ ": ",", " @.@ ": ".", " ,": ",", " .": ".", " 's": "'s", " n't": "n't"}
@@ -141,7 +142,10 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
         best = min((r for r in finished if r["recipe"] == name), key=lambda run: run["gap"])
         tokens, gaps, _ = zip(*best["path"], strict=True)
         axes.plot(tokens, gaps, marker=".", label=f"{name}, {best['rate']:g}")
-    axes.set(xlabel="training tokens", ylabel="held-out gap to the teacher, nats", yscale="symlog")
+    axes.set(xlabel="training tokens", ylabel="held-out gap to the teacher, nats")
+    axes.set_yscale("symlog", linthresh=0.4, linscale=2)
+    axes.set_yticks(TICKS, labels=[f"{tick:g}" for tick in TICKS])
+    axes.minorticks_off()
     axes.axhline(0, color="gray", linewidth=0.5)
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=150, bbox_inches="tight")

