@@ -39,7 +39,7 @@ def test_every_recipe_of_the_comparison_is_valid():
         assert recipe["student"] in plan["students"], name
         settings = {"text": "a.txt"} | plan["common"] | recipe.get("settings", {})
         stages = FinetuneConfig(**settings).stage_list()
-        assert sum(stage.tokens for stage in stages) == plan["common"]["tokens"], name
+        assert sum(stage.tokens for stage in stages) == settings["tokens"], name
         assert recipe["rates"], name
 
 
